@@ -1,0 +1,39 @@
+"""Shared by all tests: no GPU means skip with a reason, same seeds everywhere, nobody's real database is touched."""
+
+import random
+
+import pytest
+import torch
+from interpreter import Interpreter
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no NVIDIA or AMD GPU that this torch can use")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def user_data_home(monkeypatch, tmp_path_factory):
+    """An empty platform data directory for each test; the user database would lie under it."""
+    path = tmp_path_factory.mktemp("data")
+    monkeypatch.setenv("XDG_DATA_HOME", str(path))
+    for name in ("ZYFA_TUNING_DB", "ZYFA_LOG"):
+        monkeypatch.delenv(name, raising=False)
+    return path
+
+
+@pytest.fixture(scope="session")
+def interpret():
+    """Calls a function in a process that interprets Triton kernels; see interpreter.py."""
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()

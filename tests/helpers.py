@@ -1,0 +1,38 @@
+"""What tests share: inputs, and the one rule of what counts as correct."""
+
+import torch
+
+from zyfa.reference import attention_ref, emulate, relative_error
+
+
+def make_qkv(
+    batch,
+    seqlen_q,
+    seqlen_k,
+    nheads,
+    nheads_k,
+    head_dim,
+    head_dim_v=None,
+    dtype=torch.bfloat16,
+    device="cpu",
+    seed=0,
+):
+    """q, k, v in (batch, seqlen, heads, width): normal, with a channel of K that has a large mean."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, seqlen_q, nheads, head_dim, generator=g)
+    k = torch.randn(batch, seqlen_k, nheads_k, head_dim, generator=g)
+    v = torch.randn(batch, seqlen_k, nheads_k, head_dim_v or head_dim, generator=g)
+    k[..., 1] += 3.0
+    return tuple(x.to(dtype).to(device) for x in (q, k, v))
+
+
+def assert_correct(out, q, k, v, recipe="none", arch="gfx950", **same):
+    """At most 2x the error of the same maths in the plain dtype, 1.5x the emulation of the recipe for FP8."""
+    ref = attention_ref(q, k, v, **same)
+    if recipe == "none":
+        base, factor = attention_ref(q, k, v, dtype=torch.float32, p_dtype=q.dtype, **same), 2.0
+    else:
+        base, factor = emulate(q, k, v, recipe, arch=arch, **same), 1.5
+    error, bound = relative_error(out, ref), factor * relative_error(base, ref)
+    assert error <= bound, f"error {error:.3e} exceeds {factor} x the plain error: {bound:.3e}"
+    return error

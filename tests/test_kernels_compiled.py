@@ -1,0 +1,73 @@
+"""The machine code of the default configs on every architecture, compiled here without a GPU."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from zyfa.archs import ARCHS, default_config
+from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.recipes import PRESETS
+from zyfa.tuner.compile import CompileFarm
+from zyfa.tuner.gate import gate
+
+# What each architecture multiplies with: 16-bit QK and PV, 8-bit integer QK, FP8 PV.
+UNITS = {
+    "gfx950": ("v_mfma_f32_32x32x16_bf16", "v_mfma_i32_32x32x32_i8", "f8f6f4"),
+    "gfx942": ("v_mfma_f32_32x32x8_bf16", "v_mfma_i32_32x32x16_i8", "fp8_fp8"),
+    "sm90": ("HGMMA", "IGMMA", "QGMMA"),
+}
+CASES = list(itertools.product(ARCHS, ("bf16", "fp8"), (64, 128, 256), (False, True)))
+
+
+def key_of(dtype, head_dim, causal):
+    return AttentionKey(dtype, head_dim, head_dim, 32, 8, 1, 4096, 4096, causal)
+
+
+@pytest.fixture(scope="module")
+def farms():
+    open_farms = {arch: CompileFarm(arch, 1) for arch in ARCHS}
+    for arch, *key in CASES:  # all at once: the farms compile side by side while the first test waits
+        open_farms[arch].submit(key_of(*key), default_config(arch, key_of(*key)))
+    yield open_farms
+    for farm in open_farms.values():
+        farm.close()
+
+
+def build(farms, arch, key, config):
+    result = farms[arch].submit(key, config).result()
+    assert result.failure is None, result.failure
+    return result.facts
+
+
+@pytest.mark.parametrize("arch, dtype, head_dim, causal", CASES)
+def test_default_config_is_clean_machine_code(farms, arch, dtype, head_dim, causal):
+    key = key_of(dtype, head_dim, causal)
+    config = default_config(arch, key)
+    facts = build(farms, arch, key, config)
+    assert gate(facts, key, config, arch) is None
+    assert facts.registers <= ARCHS[arch].max_registers
+    assert 0 < facts.lds_bytes <= ARCHS[arch].lds_bytes
+    if arch != "sm90":  # ptxas keeps up to 208 bytes of stack in tiles that are the fastest all the same
+        assert facts.spills == 0 and facts.scratch_bytes == 0
+    used = {op for loop in facts.loops for op in loop.mix}
+    half, integer, fp8 = UNITS[arch]
+    wanted = {"bf16": {half}, "fp8": {integer, fp8}}[dtype]
+    assert all(any(unit in op for op in used) for unit in wanted), used
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_use_the_full_rate(farms, arch, preset):
+    key = key_of("fp8", 128, True)
+    config = dataclasses.replace(default_config(arch, key), recipe=PRESETS[preset])
+    assert gate(build(farms, arch, key, config), key, config, arch) is None
+
+
+def test_shared_memory_overflow_compiles_but_is_gated(farms):
+    """Triton does not mind 204 KB of LDS; we must."""
+    key = key_of("bf16", 128, False)
+    config = AttentionConfig(128, 128, 4, 3, async_copy=1)
+    facts = build(farms, "gfx950", key, config)
+    assert facts.lds_bytes > ARCHS["gfx950"].lds_bytes
+    assert "lds" in gate(facts, key, config, "gfx950")

@@ -1,0 +1,113 @@
+"""Hard limits: the LDS estimate against compiled kernels, and each limit with a config that breaks exactly it."""
+
+import dataclasses
+
+import pytest
+
+from zyfa.archs import ARCHS, default_config
+from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.limits import LIMITS, broken_limit, lds_bytes
+
+
+def key(dtype="bf16", head_dim=128, causal=True):
+    return AttentionKey(dtype, head_dim, head_dim, 32, 8, 1, 4096, 4096, causal)
+
+
+# metadata.shared of kernels that Triton 3.7.1 compiled: arch, dtype, head_dim, BLOCK_M, BLOCK_N, warps, stages, bytes.
+COMPILED = [
+    ("gfx950", "bf16", 128, 128, 64, 4, 2, {}, 32768),
+    ("gfx950", "bf16", 64, 64, 64, 4, 2, {}, 24576),
+    ("gfx950", "bf16", 256, 128, 128, 4, 1, {}, 65536),
+    ("gfx950", "bf16", 256, 256, 128, 2, 3, {}, 262144),
+    ("gfx950", "bf16", 256, 64, 32, 2, 4, {}, 32768),
+    ("gfx950", "bf16", 64, 128, 128, 4, 2, {"async_copy": 1}, 68016),
+    ("gfx950", "bf16", 64, 256, 128, 8, 3, {"async_copy": 1}, 102064),
+    ("gfx950", "bf16", 64, 128, 32, 2, 4, {"async_copy": 1}, 16832),
+    ("gfx950", "bf16", 128, 128, 128, 8, 4, {"async_copy": 1}, 168880),
+    ("gfx950", "fp8", 64, 64, 64, 2, 4, {}, 24576),
+    ("gfx950", "fp8", 128, 64, 64, 4, 3, {"async_copy": 1}, 53248),
+    ("gfx950", "fp8", 256, 128, 128, 8, 2, {"async_copy": 1}, 147456),
+    ("gfx942", "bf16", 64, 128, 64, 4, 3, {}, 32768),
+    ("gfx942", "bf16", 64, 128, 128, 8, 4, {}, 65536),
+    ("gfx942", "fp8", 128, 64, 32, 4, 3, {}, 18432),
+    ("gfx942", "fp8", 64, 256, 128, 4, 4, {}, 17408),
+    ("sm90", "bf16", 128, 128, 128, 8, 3, {}, 229376),
+    ("sm90", "bf16", 64, 128, 128, 4, 4, {}, 147456),
+    ("sm90", "bf16", 256, 128, 128, 8, 1, {}, 131072),
+    ("sm90", "bf16", 256, 64, 32, 4, 4, {"tensor_descriptors": True}, 164864),
+    ("sm90", "fp8", 128, 128, 128, 8, 2, {}, 82944),
+    ("sm90", "fp8", 128, 256, 128, 8, 4, {"tensor_descriptors": True}, 165888),
+]
+
+
+@pytest.mark.parametrize("arch, dtype, head_dim, m, n, warps, stages, knobs, compiled", COMPILED)
+def test_lds_bytes_is_a_close_lower_bound(arch, dtype, head_dim, m, n, warps, stages, knobs, compiled):
+    config = AttentionConfig(m, n, warps, stages, recipe="block" if dtype == "fp8" else "none", **knobs)
+    estimate = lds_bytes(config, key(dtype, head_dim), arch)
+    assert 0.94 * compiled <= estimate <= compiled
+
+
+def test_head_dims_count_as_the_next_power_of_two():
+    config = AttentionConfig(128, 64, 4, 2)
+    assert lds_bytes(config, key(head_dim=96), "gfx950") == lds_bytes(config, key(head_dim=128), "gfx950")
+    narrow_v = key(head_dim=192)._replace(head_dim_v=128)
+    assert lds_bytes(config, narrow_v, "sm90") == 128 * 256 * 2 + 2 * 64 * (256 + 128) * 2  # Q, then two stages of K, V
+
+
+def test_operands_count_in_their_own_bytes():
+    int8, bf16qk = (AttentionConfig(64, 128, 4, 2, recipe=recipe) for recipe in ("int8-kmean", "bf16qk"))
+    assert lds_bytes(int8, key("fp8"), "sm90") == 64 * 128 + 2 * 128 * (128 + 128)
+    assert lds_bytes(bf16qk, key("fp8"), "sm90") == 2 * 64 * 128 + 2 * 128 * (2 * 128 + 128)  # compiled: 114688
+
+
+BASE = {"gfx950": AttentionConfig(128, 64, 4, 2), "sm90": AttentionConfig(128, 64, 4, 2)}
+BROKEN = [
+    ("gfx950", {"BLOCK_M": 96}, "BLOCK_M is a power of two from 16 to 256"),
+    ("gfx950", {"BLOCK_M": 512}, "BLOCK_M is a power of two from 16 to 256"),
+    ("gfx950", {"BLOCK_N": 256}, "BLOCK_N is a power of two from 16 to 128"),
+    ("gfx950", {"num_warps": 16}, "num_warps is 1, 2, 4 or 8"),
+    ("gfx950", {"num_stages": 0}, "num_stages is 1 to 5"),
+    ("gfx950", {"head_group": -1}, "head_group is not negative"),
+    ("gfx950", {"recipe": "nonsense"}, "recipe is known"),
+    ("gfx950", {"recipe": "block"}, "recipe is none for bf16 and fp16 only"),
+    ("sm90", {"waves_per_eu": 2}, "AMD knobs stay at their defaults"),
+    ("sm90", {"async_copy": 0}, "AMD knobs stay at their defaults"),
+    ("gfx950", {"maxnreg": 128}, "NVIDIA knobs stay at their defaults"),
+    ("gfx950", {"tensor_descriptors": True}, "NVIDIA knobs stay at their defaults"),
+    ("gfx950", {"waves_per_eu": 9}, "waves_per_eu is 0 to 8"),
+    ("gfx950", {"matrix_instr_nonkdim": 4}, "matrix_instr_nonkdim is 0, 16 or 32"),
+    ("gfx950", {"async_copy": 2}, "async_copy is -1, 0 or 1"),
+    ("gfx950", {"sched_strategy": "fastest"}, "sched_strategy is known"),
+    ("sm90", {"maxnreg": 100}, "maxnreg is 0 or a multiple of 8 from 24 to 255"),
+    ("sm90", {"BLOCK_N": 128, "BLOCK_M": 256, "num_stages": 3}, "K and V tiles fit in shared memory"),
+]
+
+
+@pytest.mark.parametrize("arch, change, name", BROKEN)
+def test_each_limit_names_itself(arch, change, name):
+    assert broken_limit(BASE[arch], key(), arch) is None
+    assert broken_limit(dataclasses.replace(BASE[arch], **change), key(), arch) == name
+
+
+def test_fp8_needs_32_keys_a_tile_on_nvidia_only():
+    config = AttentionConfig(64, 16, 4, 2, recipe="block")
+    assert broken_limit(config, key("fp8"), "sm90") == "FP8 needs BLOCK_N >= 32"
+    assert broken_limit(config, key("fp8"), "gfx950") is None
+
+
+@pytest.mark.parametrize("version, reason", [("3.7.1", "sched_strategy needs Triton 3.8"), ("3.10.0", None)])
+def test_sched_strategy_follows_the_installed_triton(monkeypatch, version, reason):
+    monkeypatch.setattr("triton.__version__", version)
+    assert broken_limit(AttentionConfig(128, 64, 4, 2, sched_strategy="max-ilp"), key(), "gfx950") == reason
+
+
+def test_every_limit_has_a_case_here():
+    tested = {name for _, _, name in BROKEN} | {"FP8 needs BLOCK_N >= 32", "sched_strategy needs Triton 3.8"}
+    assert tested == {limit.name for limit in LIMITS}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+def test_default_configs_break_no_limit(arch, dtype):
+    for head_dim in range(16, 257, 8):
+        assert broken_limit(default_config(arch, key(dtype, head_dim)), key(dtype, head_dim), arch) is None

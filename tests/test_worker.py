@@ -1,0 +1,105 @@
+"""Worker processes that hang, die, refuse to start or hold a mistake; no GPU needed."""
+
+import os
+import signal
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+
+from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.tuner.timing import Repeats
+from zyfa.tuner.worker import Job, Result, WorkerError, WorkerPool
+
+KEY = AttentionKey("bf16", 128, 128, 32, 8, 1, 1024, 1024, True)
+GOOD = AttentionConfig(64, 64, 4, 2)
+HANGS, DIES, FAULTS, BUG = (AttentionConfig(64, 64, 4, n) for n in (11, 12, 13, 14))
+
+
+def fake_evaluator(gpu, arch):
+    """Answers with its process number as the time."""
+    poisoned = False
+
+    def evaluate(job):
+        nonlocal poisoned
+        config = job.configs[0]
+        if config == HANGS:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        if config == DIES:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if config == FAULTS or poisoned:
+            poisoned = True
+            raise RuntimeError("an illegal memory access was encountered\nmore text")
+        if config == BUG:
+            raise TypeError("no such argument")
+        return [Result("ok", float(os.getpid()), reason=f"{gpu} {arch}")] * len(job.configs)
+
+    return evaluate
+
+
+def never_starts(gpu, arch):
+    raise TypeError("no device")
+
+
+def job(*configs):
+    return Job(KEY, configs, Repeats(), 2.0)
+
+
+@pytest.fixture
+def pool():
+    pool = WorkerPool((0, 3), "sm90", fake_evaluator)
+    yield pool
+    pool.close()
+
+
+def run(pool, config, limit_s=60.0):
+    return pool.submit(0, job(config), limit_s).result(60)[0]
+
+
+def test_offenders_are_recorded_and_good_configs_measured_around_them(pool):
+    first = run(pool, GOOD)
+    assert (first.outcome, first.reason) == ("ok", "0 sm90")
+    assert run(pool, GOOD).ms == first.ms  # the same process
+    died = run(pool, DIES)
+    assert (died.outcome, died.reason) == ("crashed", "the process ended by SIGSEGV")
+    second = run(pool, GOOD)
+    assert second.outcome == "ok" and second.ms != first.ms
+    faulted = run(pool, FAULTS)
+    assert (faulted.outcome, faulted.reason) == ("crashed", "RuntimeError: an illegal memory access was encountered")
+    assert run(pool, GOOD).outcome == "ok"  # in a process that is not poisoned
+
+
+def test_a_hang_is_killed_even_if_it_ignores_sigterm(pool):
+    assert run(pool, GOOD).outcome == "ok"
+    hung = run(pool, HANGS, limit_s=0.5)
+    assert (hung.outcome, hung.reason) == ("timed_out", "no answer within 0.5 s")
+    assert run(pool, GOOD).outcome == "ok"
+
+
+def test_every_config_of_a_lost_job_gets_the_outcome(pool):
+    results = pool.submit(3, job(DIES, GOOD), 60).result(60)
+    assert [r.outcome for r in results] == ["crashed", "crashed"]
+
+
+def test_a_mistake_is_raised_not_recorded(pool):
+    with pytest.raises(WorkerError, match="TypeError: no such argument"):
+        run(pool, BUG)
+
+
+def test_a_worker_that_cannot_start_is_an_error():
+    pool = WorkerPool((0,), "sm90", never_starts)
+    with pytest.raises(WorkerError, match="no device"):
+        run(pool, GOOD)
+    pool.close()
+
+
+def test_close_cancels_what_runs_and_waits(pool):
+    assert run(pool, GOOD).outcome == "ok"
+    running = pool.submit(0, job(HANGS), 60)
+    waiting = pool.submit(0, job(GOOD), 60)
+    time.sleep(0.2)
+    pool.close()
+    for future in (running, waiting):
+        with pytest.raises(CancelledError):
+            future.result(10)

@@ -1,0 +1,271 @@
+"""zyfa-bench: the evidence, as tables on a terminal and as JSON whose numbers can be recomputed."""
+
+import datetime
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .bench_accuracy import BASELINE, PRECISIONS, Accuracy, fault, measure, samples_in, samples_of
+from .inputs import CHECKOUT_ACTIVATIONS, FAMILIES, Shape
+from .lengths import parse_heads, parse_numbers, parse_seq_lens
+
+MASKS = {"both": (True, False), "causal": (True,), "full": (False,)}
+SEED = 0
+ACCURACY_METHOD = (
+    "relative Frobenius error of zyfa.attention against float64; emulation_error is that of the same arithmetic on the "
+    f"CPU, ratio = error / emulation_error; cut = 1 - error / error of {BASELINE}"
+)
+
+
+def _parsed(parse: Callable[[str], object]) -> Callable:
+    """A click callback; bad text exits with 2 and the accepted forms."""
+
+    def callback(ctx, param, text: str):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
+def _one_of(accepted: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """A list of these words, or `all` or `none` of them."""
+    words = tuple(accepted)
+
+    def parse(text: str) -> tuple[str, ...]:
+        if text in ("all", "none"):
+            return words if text == "all" else ()
+        chosen = tuple(word.strip() for word in text.split(","))
+        if unknown := [word for word in chosen if word not in words]:
+            raise ValueError(f"{unknown[0]!r} is unknown. Accepted: all, none, or a list of {', '.join(words)}")
+        return chosen
+
+    return parse
+
+
+def _head_dims(text: str) -> tuple[int, ...]:
+    return parse_numbers(text, "head dim", 16, 256, 8)
+
+
+def _option(name: str, default: str, parse: Callable[[str], object], help: str) -> Callable:
+    return click.option(name, default=default, show_default=True, callback=_parsed(parse), help=help)
+
+
+json_option = click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Also write the rows to this file."
+)
+mask_option = click.option("--causal", type=click.Choice(list(MASKS)), default="both", show_default=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="zyfa")
+def cli() -> None:
+    """How exact and how fast zyfa.attention is on this machine."""
+
+
+@cli.command()
+@click.option(
+    "--activations", type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of activation samples (*.npz). Default: tests/data/activations of the checkout that this is run from; "
+    "an installed wheel has none, and needs the option.",
+)  # fmt: skip
+@_option("--families", "all", _one_of(FAMILIES), "Synthetic inputs: all, none, or a list.")
+@_option("--head-dims", "128", _head_dims, "Of the synthetic inputs.")
+@_option("--precisions", ",".join(PRECISIONS), _one_of((*PRECISIONS, "fp8")), "What attention(precision=) is given.")
+@click.option("--seqlen", type=click.IntRange(1, 1 << 15), default=512, help="Of the synthetic inputs.")
+@click.option("--causal/--full", default=True, help="The mask.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where zyfa.attention runs.")
+@json_option
+def accuracy(activations, families, head_dims, precisions, seqlen, causal, device, json_path) -> None:
+    """Error of zyfa.attention against float64 and against the CPU emulation of its recipe.
+
+    Exits with 1 when GPU and emulation differ by more than 1.5x, or bf16 has more than 2x the error of plain bf16.
+    """
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "cuda":
+        _need_gpu()
+    samples = [
+        *samples_in(_activations(activations)),
+        *samples_of(families, head_dims, Shape(1, seqlen, 8, 2, 128), SEED),
+    ]
+    rows = [row for sample in samples for row in measure(sample, precisions, causal, device)]
+    _print(_accuracy_table(rows, device))
+    _write(json_path, ACCURACY_METHOD, [row._asdict() for row in rows], device)
+    _exit_with([reason for row in rows if (reason := fault(row))])
+
+
+def _activations(folder: Path | None) -> Path:
+    if folder is None and not CHECKOUT_ACTIVATIONS.is_dir():
+        raise click.UsageError(
+            "--activations DIR is needed: the samples are in the repository, not in the installed package"
+        )
+    return folder or CHECKOUT_ACTIVATIONS
+
+
+def _accuracy_table(rows: Sequence[Accuracy], device: str) -> Table:
+    table = _table(
+        f"Error against float64, on {device}",
+        ("input", "precision", "recipe"),
+        ("D", "error", "emulation", "ratio", "cosine", "max", "cut"),
+    )
+    for row in rows:
+        table.add_row(
+            row.input, row.precision, row.recipe, str(row.head_dim), f"{row.error:.3%}", f"{row.emulation_error:.3%}",
+            f"{row.ratio:.2f}", f"{row.cosine:.5f}", f"{row.max_error:.2%}",
+            "" if row.cut is None else f"{row.cut:.0%}",
+        )  # fmt: skip
+    return table
+
+
+@cli.command()
+@_option("--seq-lens", "512..32k", parse_seq_lens, "Like 512..32k or 512,1000,4k.")
+@_option("--dtypes", "bf16,fp8", _one_of(("bf16", "fp8")), "What zyfa runs in.")
+@_option("--head-dims", "128", _head_dims, "Head dims.")
+@_option("--heads", "32:8", parse_heads, "Query heads:KV heads.")
+@_option("--batch", "1", lambda text: parse_numbers(text, "batch size", 1, 1 << 16), "Batch sizes.")
+@mask_option
+@click.option("--quick", is_flag=True, help="Fewer rounds: wider intervals.")
+@json_option
+def speed(seq_lens, dtypes, head_dims, heads, batch, causal, quick, json_path) -> None:
+    """Device time of zyfa.attention (tuned and default config) and of every installed peer, interleaved in one run.
+
+    FP8 is timed end to end, quantisation included, and on inputs that are FP8 already. Exits with 1 when zyfa itself
+    could not be timed; a peer that is missing or fails is named.
+    """
+    from .bench_speed import DEFAULT, METHOD, QUICK, input_sets, measure_shape
+
+    _need_gpu()
+    rows: list[dict] = []
+    skipped: dict[str, str] = {}
+    shapes = [Shape(b, n, h, hk, d) for d in head_dims for h, hk in heads for b in batch for n in seq_lens]
+    for shape in shapes:
+        sets = input_sets(shape, "cuda")
+        for mask in MASKS[causal]:
+            result = measure_shape(shape, mask, dtypes, sets, QUICK if quick else DEFAULT)
+            _print(_speed_table(shape, mask, result))
+            rows += result.rows
+            skipped |= result.skipped
+        del sets
+        torch.cuda.empty_cache()
+    missing = "".join(f" Skipped: {name} ({reason})." for name, reason in skipped.items())
+    _write(json_path, METHOD + missing, rows, "cuda")
+    _exit_with([f"{name}: {reason}" for name, reason in skipped.items() if name.startswith("zyfa")])
+
+
+def _speed_table(shape: Shape, causal: bool, result) -> Table:
+    batch, seqlen, nheads, nheads_k, head_dim = shape
+    table = _table(
+        f"seqlen {seqlen}, {'causal' if causal else 'full'}, batch {batch}, heads {nheads}:{nheads_k}, D{head_dim}",
+        ("name", "dtype"),
+        ("us", "lo .. hi", "TFLOPS", "best peer / this", "spread", "best peer"),
+    )
+    for row, spread in sorted(zip(result.rows, result.spreads, strict=True), key=lambda pair: pair[0]["us"]):
+        table.add_row(
+            row["name"], row["dtype"], f"{row['us']:.1f}", f"{row['us_lo']:.1f} .. {row['us_hi']:.1f}",
+            f"{row['tflops']:.0f}", f"{row['ratio']:.2f}" if row["ratio"] else "",
+            f"{spread[0]:.2f} .. {spread[1]:.2f}" if spread else "", row["best_peer"] or "",
+        )  # fmt: skip
+    table.caption = "; ".join(f"{name} skipped: {reason}" for name, reason in result.skipped.items()) or None
+    return table
+
+
+@cli.command()
+@click.option(
+    "--seqlen", type=click.IntRange(1, 4096), default=128, help="Short, so that the device waits for the host."
+)
+@click.option(
+    "--number", type=click.IntRange(1, 200), default=100, help="Calls of one loop; a full queue would block it."
+)
+@json_option
+def overhead(seqlen, number, json_path) -> None:
+    """Host us of one call of zyfa.attention and of torch SDPA: a loop that never waits for the device."""
+    from .bench_speed import input_sets, measure_overhead, overhead_calls
+
+    _need_gpu()
+    timings = measure_overhead(overhead_calls(input_sets(Shape(1, seqlen, 8, 2, 128), "cuda")[0]), number)
+    table = _table(f"Host time of a call, seqlen {seqlen}, heads 8:2, D128, causal", ("call",), ("us", "lo", "hi"))
+    for timing in timings:
+        table.add_row(timing.name, *(f"{us:.1f}" for us in timing[1:]))
+    _print(table)
+    method = f"loops of {number} calls without waiting for the device, median over loops"
+    _write(json_path, method, [timing._asdict() for timing in timings], "cuda")
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise click.UsageError("this needs a GPU that torch can use, and there is none")
+
+
+def _table(title: str, texts: Iterable[str], numbers: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for column in texts:
+        table.add_column(column, no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _print(table: Table) -> None:
+    """As wide as the table is where output is no terminal: a log must not lose columns."""
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=200).print(table)
+
+
+def _exit_with(faults: Sequence[str]) -> None:
+    for reason in faults:
+        click.echo(reason, err=True)
+    if faults:
+        raise SystemExit(1)
+
+
+def _write(path: Path | None, method: str, rows: Sequence[dict], device: str) -> None:
+    if path is not None:
+        path.write_text(json.dumps({**environment(device), "method": method, "rows": _finite(rows)}, indent=1) + "\n")
+
+
+def _finite(rows: Sequence[dict]) -> list[dict]:
+    """NaN and infinity are no JSON: null."""
+    return [
+        {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()} for row in rows
+    ]
+
+
+def environment(device: str) -> dict[str, str]:
+    """What produced the numbers; gpu is "cpu" and driver "" where no GPU took part."""
+    import triton
+
+    on_gpu = device == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "driver": _driver() if on_gpu else "",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _driver() -> str:
+    if torch.version.hip:
+        return f"hip {torch.version.hip}"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def main() -> None:
+    """The console script."""
+    cli(prog_name="zyfa-bench")
+
+
+if __name__ == "__main__":
+    main()

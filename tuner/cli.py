@@ -1,0 +1,191 @@
+"""The command zyfa-tune: options to a plan. What runs it is loaded only when there is something to run."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from zyfa.device import TARGETS
+
+from .effort import EFFORTS
+from .lengths import parse_duration, parse_heads, parse_numbers, parse_seq_lens
+from .plan import PlannedCell, from_workload, grid
+
+DTYPES = ("bf16", "fp16", "fp8")
+CAUSAL = {"both": (True, False), "yes": (True,), "no": (False,)}
+
+
+class Parsed(click.ParamType):
+    """An option whose text goes through a parser that raises ValueError naming the accepted forms."""
+
+    def __init__(self, name: str, parse):
+        self.name, self._parse = name, parse
+
+    def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            return self.fail(str(error), param, ctx)
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """Some of DTYPES, each once; raises ValueError naming them."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if bad := [name for name in names if name not in DTYPES]:
+        raise ValueError(f"{bad[0]!r} is no dtype. Accepted: a list of {', '.join(DTYPES)}")
+    return names
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """GPU numbers; "all" is the empty tuple."""
+    return () if text.strip() == "all" else parse_numbers(text, "GPU", 0, 1023)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, checked as far as no GPU is needed for it."""
+
+    cells: tuple[PlannedCell, ...]
+    target: str
+    method: str
+    effort: str
+    budget_s: float | None
+    max_error: float
+    db: Path | None
+    out: Path | None
+    gpus: tuple[int, ...]
+    resume: bool
+    seed: int
+    json: bool
+    report: Path | None
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110})
+@click.option(
+    "--seq-lens",
+    type=Parsed("lengths", parse_seq_lens),
+    default="512..32k",
+    help="Sequence lengths: 512..32k is every power of two in between, 512,1000,4k is a list; k is 1024.",
+)
+@click.option(
+    "--workload",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON lines of real calls instead of a grid: batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, "
+    "causal, count.",
+)
+@click.option("--dtypes", type=Parsed("list", parse_dtypes), default="bf16,fp8", help="Some of bf16, fp16, fp8.")
+@click.option(
+    "--head-dims",
+    type=Parsed("list", lambda text: parse_numbers(text, "head dim", 16, 256, 8)),
+    default="128",
+    help="Head dims, multiples of 8 from 16 to 256.",
+)
+@click.option("--heads", type=Parsed("list", parse_heads), default="32:8", help="Query heads:KV heads.")
+@click.option(
+    "--batch",
+    type=Parsed("list", lambda text: parse_numbers(text, "batch size", 1, 65536)),
+    default="1",
+    help="Batch sizes.",
+)
+@click.option("--causal", type=click.Choice([*CAUSAL]), default="both", help="With a causal mask, without, or both.")
+@click.option(
+    "--target",
+    type=click.Choice(["auto", *TARGETS], case_sensitive=False),
+    default="auto",
+    help="The GPU of this machine (mi355x where there is none), or one to compile and predict for.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(["auto", "measure", "predict", "compile"]),
+    default="auto",
+    help="Time on this GPU; predict from machine code; or only compile and reject what spills.",
+)
+@click.option("--effort", type=click.Choice([*EFFORTS]), default="default", help="Trials and repeats of each cell.")
+@click.option(
+    "--budget",
+    type=Parsed("duration", parse_duration),
+    help="Wall time of the whole run, like 10m; spent on the cells that promise most.",
+)
+@click.option(
+    "--max-error",
+    type=click.FloatRange(1.0, 100.0),
+    default=2.0,
+    help="Reject configs whose error exceeds this multiple of plain bf16 or fp16 arithmetic. FP8: 1.5 times "
+    "the error of its recipe in exact arithmetic.",
+)
+@click.option(
+    "--db",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Database that is read and written.  [default: the user's, which zyfa.attention reads]",
+)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also export the GPU's file to this folder."
+)
+@click.option("--gpus", type=Parsed("list", parse_gpus), default="all", help="GPUs to measure on, like 0,1.")
+@click.option("--engine", type=click.Choice(["local"]), default="local", help="Where workers run: this machine.")
+@click.option("--resume/--fresh", default=True, help="Use the trials that are stored already, or search again.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of the search.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; touch neither GPU nor database.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; everything else goes to stderr.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.html",
+    help="Also write the final table as a web page.",
+)
+@click.version_option(package_name="zyfa")
+def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, max_error, db,
+         out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
+    """Search the fastest configs of prefill attention and store them where zyfa.attention finds them.
+
+    With a GPU in this machine configs are timed on it; without one they are compiled for a target GPU, and what the
+    machine code promises is stored as predicted.
+
+    \b
+    Examples:
+      zyfa-tune                                      this GPU, or mi355x where there is none
+      zyfa-tune --seq-lens 512..32k --effort quick
+      zyfa-tune --seq-lens 1000,4k --heads 16:16 --dtypes bf16 --causal yes
+      zyfa-tune --target mi300x --out databases/     no GPU needed
+      zyfa-tune --workload calls.jsonl --budget 10m
+
+    \b
+    Exit codes: 0 done; 2 wrong usage; 3 done, but some cells have no valid config; 130 and 143 stopped by SIGINT and
+    SIGTERM, with what was found kept; 1 anything else.
+    """
+    try:
+        cells = from_workload(workload, dtypes) if workload else grid(
+            seq_lens, dtypes, head_dims, heads, batch, CAUSAL[causal]
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        raise click.BadParameter(str(error), param_hint="--workload") from error
+    options = Options(
+        tuple(cells), target.lower(), method, effort, budget, max_error, db, out, gpus, resume, seed, as_json, report
+    )
+    if dry_run:
+        return print_plan(options)
+    from .session import run  # loads torch, Triton and Optuna
+
+    return sys.exit(run(options))
+
+
+def print_plan(options: Options) -> None:
+    """One line per cell, and what would be done with them; as JSON where that is asked for."""
+    from .progress import cell_name
+
+    trials = EFFORTS[options.effort].trials
+    if options.json:
+        import json
+
+        cells = [{"name": cell_name(c.key), "cell": c.cell._asdict(), "weight": c.weight} for c in options.cells]
+        plan = {"target": options.target, "method": options.method, "trials_per_cell": trials, "cells": cells}
+        return click.echo(json.dumps(plan, indent=1))
+    for cell in options.cells:
+        click.echo(f"{cell_name(cell.key)}  weight {cell.weight:.3g}")
+    return click.echo(
+        f"{len(options.cells)} cells, up to {trials} configs each; target {options.target}, method {options.method}. "
+        "Lengths are upper ends of octaves. Dry run: nothing was touched"
+    )

@@ -1,0 +1,105 @@
+"""The end of a run as a table, as JSON and as a web page, all from the same rows."""
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zyfa.config import cell_of
+
+from .cells import CellRun
+from .progress import cell_name
+
+_HEADS = ("cell", "default ms", "best ms", "speed-up", "error", "config", "trust")
+_STYLE = """body{font:15px/1.4 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem}
+table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8884}
+td.n{text-align:right;font-variant-numeric:tabular-nums}code{font-size:.85em}"""
+
+
+def row_of(run: CellRun, trust: str) -> dict:
+    """What is known of one cell at the end: plain values, None where there is none. Times in ms."""
+    config, result = run.winner or (None, None)
+    ms = result.ms if result else None
+    return {
+        "cell": cell_of(run.key)._asdict(),
+        "name": cell_name(run.key),
+        "state": run.state,
+        "known_before": run.known,
+        "default_ms": run.default_ms,
+        "ms": ms,
+        "ms_lo": result.ms_lo if result else None,
+        "ms_hi": result.ms_hi if result else None,
+        "speedup": run.default_ms / ms if run.default_ms and ms else None,
+        "rel_err": result.rel_err if result else None,
+        "config": config.to_dict() if config else None,
+        "trust": trust if config else None,
+        "confidence": run.confidence or None,
+        "outcomes": dict(run.outcomes),
+        "reasons": dict(run.reasons),
+    }
+
+
+def _texts(row: dict) -> tuple[str, ...]:
+    def number(name: str, form: str) -> str:
+        return "" if row[name] is None else format(row[name], form)
+
+    config = " ".join(f"{k}={v}" for k, v in row["config"].items()) if row["config"] else why_none(row)
+    trust = f"{row['trust']} {row['confidence'] or ''}".strip() if row["trust"] else ""
+    speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+    return (
+        row["name"],
+        number("default_ms", ".4g"),
+        number("ms", ".4g"),
+        speedup,
+        number("rel_err", ".2g"),
+        config,
+        trust,
+    )
+
+
+def why_none(row: dict) -> str:
+    """Why a cell has no config: counts of each outcome and the commonest reasons."""
+    counts = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in row["outcomes"].items())
+    reasons = ", ".join(sorted(row["reasons"], key=row["reasons"].get, reverse=True)[:3])
+    if row["outcomes"].get("ok"):
+        return counts
+    return f"no valid config ({counts or 'no trial ended'}{': ' + reasons if reasons else ''})"
+
+
+def print_table(console: Console, rows: Sequence[dict]) -> None:
+    """The final table; without a terminal nothing is cut off."""
+    table = Table(*_HEADS)
+    for row in rows:
+        table.add_row(*map(Text, _texts(row)))
+    if not console.is_terminal:
+        console = Console(file=console.file, width=200)
+    console.print(table)
+
+
+def to_json(head: dict, rows: Sequence[dict]) -> str:
+    """One JSON object: what was run, and its cells."""
+    return json.dumps(head | {"cells": list(rows)}, indent=1, allow_nan=False)
+
+
+def write_html(path: Path, head: dict, rows: Sequence[dict]) -> None:
+    """A page that needs nothing but itself; every text is escaped."""
+    facts = "".join(f"<li>{html.escape(str(k))}: {html.escape(str(v))}</li>" for k, v in head.items())
+    heads = "".join(f"<th>{html.escape(text)}</th>" for text in _HEADS)
+    body = "".join(f"<tr>{''.join(map(_html_cell, range(len(_HEADS)), _texts(row)))}</tr>\n" for row in rows)
+    path.write_text(
+        "<!doctype html><html lang='en'><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width,initial-scale=1'><title>zyfa-tune</title>"
+        f"<style>{_STYLE}</style><h1>zyfa-tune</h1><ul>{facts}</ul><table><tr>{heads}</tr>\n{body}</table></html>\n",
+        encoding="utf-8",
+    )
+
+
+def _html_cell(column: int, text: str) -> str:
+    escaped = html.escape(text)
+    if _HEADS[column] == "config":
+        return f"<td><code>{escaped}</code></td>"
+    return f"<td class='n'>{escaped}</td>" if 1 <= column <= 4 else f"<td>{escaped}</td>"

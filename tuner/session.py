@@ -1,0 +1,249 @@
+"""One run of zyfa-tune from options to exit code: which GPU, which tools, signals, and what is said at the end."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from zyfa.device import Device, current_device, device_of_sku
+from zyfa.errors import ZyfaError
+from zyfa.lookup import user_db_path
+from zyfa.tuning_db.schema import Toolchain
+from zyfa.tuning_db.store import Store
+
+from . import model, space
+from .cells import CellRun, Setup, Tools
+from .cli import Options
+from .compile import CompileFarm
+from .coordinator import Coordinator
+from .effort import EFFORTS
+from .gate import gate
+from .progress import LiveProgress, PlainProgress, duration
+from .report import print_table, row_of, to_json, why_none, write_html
+from .study import Space
+from .worker import WorkerError, WorkerPool
+
+NO_GPU_TARGET = "mi355x"
+FINAL_S = 1.0  # of a cell's comparison at the end of a budget
+SAME_SIGNAL_S = 0.5  # `timeout` sends its signal twice, to the process and to its group
+DONE, FAILED, HOLES = 0, 1, 3
+
+
+class Stop:
+    """Remembers the first SIGINT or SIGTERM; a later one ends the process at once."""
+
+    def __init__(self):
+        self.signum = 0
+        self._at = 0.0
+        self.at_once = lambda: None
+
+    def __enter__(self) -> "Stop":
+        self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self.signum:
+            return  # the process is about to end, and a late signal must not print a traceback
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame) -> None:
+        now = time.monotonic()
+        if not self.signum:
+            self.signum, self._at = signum, now
+        elif now - self._at > SAME_SIGNAL_S:
+            self.at_once()
+            os._exit(128 + signum)
+
+    def requested(self) -> bool:
+        return self.signum != 0
+
+
+def run(options: Options) -> int:
+    """Tunes what the options ask for; returns the exit code. Usage errors raise click's own."""
+    console = Console(stderr=options.json)
+    with Stop() as stop:
+        try:
+            device, method, gpus = resolve(options)
+            _say(console, _intro(options, device, method, gpus))
+            return _tune(options, device, method, gpus, console, stop)
+        except (ZyfaError, WorkerError, OSError) as error:
+            click.echo(f"zyfa-tune: {error}", err=True)
+            return FAILED
+
+
+def resolve(options: Options) -> tuple[Device, str, tuple[int, ...]]:
+    """(device, method, GPUs to measure on) of the options on this machine; raises click.UsageError where they clash."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.target != "auto":
+        device = device_of_sku(options.target)
+        if options.method == "measure" and (not count or current_device(0).sku_key != device.sku_key):
+            raise click.UsageError(f"--method measure needs a {options.target} in this machine; use --method predict")
+        method = "predict" if options.method == "auto" else options.method
+    elif count:
+        device, method = current_device(options.gpus[0] if options.gpus else 0), options.method
+        method = "measure" if method == "auto" else method
+    elif options.method == "measure":
+        raise click.UsageError("--method measure needs a GPU that torch can use, and there is none")
+    else:
+        device, method = device_of_sku(NO_GPU_TARGET), "predict" if options.method == "auto" else options.method
+    if method == "predict" and device.sku not in model.DEVICES:
+        raise click.UsageError(f"--method predict knows {', '.join(model.DEVICES)}, not {device.sku}")
+    return device, method, _gpus(options, device, count) if method == "measure" else ()
+
+
+def _gpus(options: Options, device: Device, count: int) -> tuple[int, ...]:
+    """The GPUs to measure on; all of one kind, for their trials go into one file."""
+    wanted = options.gpus or tuple(range(count))
+    if beyond := [gpu for gpu in wanted if gpu >= count]:
+        raise click.UsageError(f"--gpus {beyond[0]}: this machine has {count} (0 to {count - 1})")
+    if others := [gpu for gpu in wanted if current_device(gpu).sku_key != device.sku_key]:
+        other = current_device(others[0]).sku_key
+        raise click.UsageError(f"GPU {others[0]} is {other}, not {device.sku_key}; name GPUs of one kind with --gpus")
+    return wanted
+
+
+def _intro(options: Options, device: Device, method: str, gpus: tuple[int, ...]) -> str:
+    why = " (no GPU in this machine)" if options.target == "auto" and method != "measure" and not gpus else ""
+    on = f" on GPU {', '.join(map(str, gpus))}" if gpus else ""
+    cells = f"{len(options.cells)} cells, up to {EFFORTS[options.effort].trials} configs each"
+    return f"zyfa-tune: {device.sku_key}{why}, method {method}{on}, {cells}"
+
+
+def _tune(options: Options, device: Device, method: str, gpus, console: Console, stop: Stop) -> int:
+    begun = time.monotonic()
+    path = options.db or user_db_path(device)
+    store, outdated = _open(path, device, method)
+    pool = WorkerPool(gpus, device.arch) if gpus else None
+    farm = LazyFarm(device.arch, method)
+    stop.at_once = lambda: [part.close() for part in (pool, farm) if part]
+    reserve = FINAL_S * len(options.cells) if method == "measure" else 0.0
+    setup = Setup(
+        method, _toolchain(method), EFFORTS[options.effort], 2 * farm.processes, options.max_error, options.seed,
+        fresh=not options.resume or outdated,
+        deadline=begun + max(options.budget_s - reserve, options.budget_s / 2) if options.budget_s else float("inf"),
+    )  # fmt: skip
+    try:
+        progress_type = LiveProgress if console.is_terminal else PlainProgress
+        progress = progress_type(console, lambda: coordinator.runs, setup.effort.trials)
+        tools = _tools(device, method, farm)
+        coordinator = Coordinator(options.cells, setup, tools, store, progress, stop.requested, pool)
+        with progress:
+            runs = coordinator.run()
+        _say(console, progress.summary())
+        return _finish(options, device, setup, runs, store, path, console, stop, time.monotonic() - begun)
+    finally:
+        for part in (pool, farm, store):
+            if part is not None:
+                part.close()
+
+
+def _open(path: Path, device: Device, method: str) -> tuple[Store | None, bool]:
+    """The store, and whether its predictions are those of another model."""
+    if method == "compile":
+        return None, False
+    store = Store(path, device)
+    before = store.meta.get("model_version")
+    if method == "measure" or before == model.MODEL_VERSION:
+        return store, False
+    store.close()
+    return Store(path, device, model.MODEL_VERSION), before is not None
+
+
+class LazyFarm:
+    """A compile farm that starts with its first job: a run that finds everything done starts no process."""
+
+    def __init__(self, arch: str, method: str):
+        self._share = method != "measure"  # a launch finds in Triton's cache what was compiled by itself only
+        self.processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._arch = arch
+        self._farm: CompileFarm | None = None
+
+    def submit(self, key, config):
+        if self._farm is None:
+            self._farm = CompileFarm(self._arch, self.processes, share_head_groups=self._share)
+        return self._farm.submit(key, config)
+
+    def close(self) -> None:
+        if self._farm is not None:
+            self._farm.close()
+
+
+def _tools(device: Device, method: str, farm: LazyFarm) -> Tools:
+    arch, priced = device.arch, model.DEVICES.get(device.sku)
+    return Tools(
+        space=lambda key: Space(
+            lambda trial: space.suggest(trial, key, arch),
+            lambda config: space.broken_rule(config, key, arch),
+            lambda: space.candidates(key, arch),
+        ),
+        seeds=lambda key: space.seeds(key, arch),
+        compile=farm.submit,
+        gate=lambda facts, key, config: gate(facts, key, config, arch),
+        predict=None if method == "compile" or not priced else lambda f, k, c: model.predict(f, k, c, priced),
+    )
+
+
+def _toolchain(method: str) -> Toolchain:
+    """What compiles and runs the trials; torch and driver take no part in a prediction."""
+    import torch
+    import triton
+
+    from zyfa.kernels import kernel_hash
+
+    ran = (torch.__version__, driver_version()) if method == "measure" else ("", "")
+    return Toolchain(kernel_hash(), triton.__version__, *ran)
+
+
+def driver_version() -> str:
+    """The kernel driver's version as Linux tells it; "" where it does not."""
+    for path in (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")):
+        if path.exists() and (found := re.search(r"\d+\.\d+(\.\d+)?", path.read_text())):
+            return found[0]
+    return ""
+
+
+def _finish(options, device, setup: Setup, runs: list[CellRun], store, path, console, stop: Stop, seconds) -> int:
+    """Prints and writes the results; returns the exit code."""
+    rows = [row_of(run, setup.trust) for run in runs]
+    head = {
+        "sku": device.sku_key, "method": setup.method, **setup.toolchain._asdict(), "seconds": round(seconds, 1),
+        "database": str(path) if store else None,
+    }  # fmt: skip
+    print_table(console, rows)
+    if options.json:
+        print(to_json(head, rows))
+    if options.report:
+        write_html(options.report, head, rows)
+    if options.out and store:
+        store.export(options.out / f"{device.db_name}.sqlite")
+    return _last_words(setup, runs, rows, path if store else None, console, stop, seconds)
+
+
+def _last_words(setup: Setup, runs, rows, path, console, stop: Stop, seconds: float) -> int:
+    kept = f"in {path}" if path else "nowhere: --method compile stores nothing"
+    if stop.signum:
+        trials = sum(sum(run.outcomes.values()) for run in runs)
+        _say(console, f"zyfa-tune: stopped; {trials} trials are kept {kept}; the same command goes on from there")
+        return 128 + stop.signum
+    holes = [row for row in rows if row["config"] is None and (setup.method != "compile" or row["state"] == "failed")]
+    for row in holes:
+        click.echo(f"zyfa-tune: {row['name']}: {why_none(row)}", err=True)
+    if all(run.known for run in runs):
+        _say(console, f"zyfa-tune: nothing to do: all {len(runs)} cells are tuned {kept}; --fresh searches again")
+    else:
+        fine = len(rows) - len(holes)
+        _say(console, f"zyfa-tune: {fine} of {len(rows)} cells in {duration(seconds)}; results are {kept}")
+    return HOLES if holes else DONE
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    sys.stdout.flush()

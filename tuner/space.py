@@ -1,0 +1,256 @@
+"""The configs that are worth trying: values as data, legality as named rules, starting points with their source.
+
+Hard limits of a device are zyfa.limits; a rule here says that a config, though it may run, cannot be the best or
+differs from another config in nothing.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from zyfa.archs import ARCHS, Arch, default_config
+from zyfa.config import AttentionConfig, AttentionKey, octave
+from zyfa.limits import broken_limit, knows_sched_strategy
+from zyfa.recipes import PRESETS, RECIPES
+
+if TYPE_CHECKING:
+    import optuna
+
+# `precision="fp8"` may run any recipe that is safe on every layer: plain FP8, whatever the granularity of its scales,
+# loses half of the output in a layer with large key biases, and the fastest config must not be one that does.
+MAX_RECIPE_ERROR = 0.05
+FP8_RECIPES = (
+    PRESETS["balanced"],
+    *(r.name for r in RECIPES.values() if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"]),
+)
+
+_COMMON: dict[str, tuple] = {
+    "BLOCK_N": (32, 64, 128),
+    "longest_first": (True, False),
+    "head_group": (0, 1, 4, 8),
+    "recipe": FP8_RECIPES,
+}
+
+# What the search may choose from. -1 and "" leave a choice to the compiler; async_copy's other value is added below.
+SPACE: dict[str, dict[str, tuple]] = {
+    "gfx950": _COMMON
+    | {
+        "BLOCK_M": (64, 128, 256),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3, 4),
+        "waves_per_eu": (0, 1, 2, 3),
+        "matrix_instr_nonkdim": (0, 16),  # 0 is 32 for every tile of this space
+        "sched_strategy": ("", "max-ilp", "iterative-ilp", "iterative-minreg"),
+    },
+    "gfx942": _COMMON
+    | {
+        "BLOCK_M": (64, 128, 256),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3),
+        "waves_per_eu": (0, 2),
+        "matrix_instr_nonkdim": (0, 16),
+        "sched_strategy": ("", "max-ilp", "iterative-ilp", "iterative-minreg"),
+    },
+    "sm90": _COMMON
+    | {
+        "BLOCK_M": (64, 128, 256),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+        "maxnreg": (0, 128, 168),
+        "tensor_descriptors": (False, True),
+    },
+}
+
+
+class Rule(NamedTuple):
+    """One rule; `ok` is false for a config that is not worth trying."""
+
+    name: str
+    ok: Callable[[AttentionConfig, AttentionKey, Arch], bool]
+
+
+def _mfma_rows(config: AttentionConfig, arch: Arch) -> int:
+    """Rows of the smallest tile that one wave can multiply alone."""
+    return 32 if arch.vendor == "amd" and config.matrix_instr_nonkdim != 16 else 16
+
+
+def _full_rate_fp8(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    """The double-rate f8f6f4 instructions sum 64 products (32x32) or 128 (16x16): over keys for PV, head_dim for QK.
+
+    Narrow heads cannot help it at 32x32; INT8 needs half of these sums.
+    """
+    if arch.name != "gfx950" or key.dtype != "fp8":
+        return True
+    if config.matrix_instr_nonkdim != 16:
+        return config.BLOCK_N >= 64
+    return config.BLOCK_N >= 128 and key.head_dim >= {"e4m3": 128, "int8": 64}.get(RECIPES[config.recipe].qk, 0)
+
+
+def _register_budget(config: AttentionConfig, arch: Arch) -> float:
+    """Registers of one lane that accumulator and scores may fill; Q, P, tiles in flight and addresses need the rest.
+
+    Half of what AMD grants (in a sweep of 81 gfx950 builds all 19 above it spilled, and 16 of the 62 within), four
+    fifths on Hopper, where Q and P never lie in registers as a whole.
+    """
+    if arch.vendor == "nvidia":
+        return 0.8 * (config.maxnreg or arch.max_registers)
+    waves_per_simd = max(config.waves_per_eu, config.num_warps // 4, 1)
+    return 0.5 * arch.max_registers / waves_per_simd
+
+
+def _fits_registers(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    sums = 2 if arch.short_fp8_sum and key.dtype == "fp8" else 1  # the long sum and the tile's
+    columns = config.BLOCK_N + sums * octave(key.head_dim_v)
+    return config.BLOCK_M * columns / (config.num_warps * arch.warp_size) <= _register_budget(config, arch)
+
+
+def _owns_its_rows(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    """Else waves split the keys and P crosses them through LDS (33 ds_write and 4 barriers a trip on gfx950).
+
+    On Hopper two warp groups may split a head wider than 128: one alone spills its accumulators.
+    """
+    rows = 8 if arch.vendor == "nvidia" and key.head_dim_v > 128 else _mfma_rows(config, arch)
+    return rows * config.num_warps <= config.BLOCK_M
+
+
+RULES = (
+    Rule("a wave owns all rows of one MFMA", _owns_its_rows),
+    Rule("FP8 stays on the double-rate MFMA", _full_rate_fp8),
+    # An assertion of the compiler's ping-pong schedule in Triton 3.6 to 3.9.
+    Rule(
+        "FP8 on gfx950 has at most 3 stages", lambda c, k, a: a.name != "gfx950" or k.dtype != "fp8" or c.num_stages < 4
+    ),
+    Rule("accumulator and scores fit in registers", _fits_registers),
+    Rule("longest_first has no effect without causal", lambda c, k, a: k.causal or c.longest_first),
+    # Longest first is what list scheduling wants; the natural order is kept as a control where it can matter most.
+    Rule("natural order is tried with head_group=0 only", lambda c, k, a: c.longest_first or c.head_group == 0),
+    Rule(
+        "head_group is smaller than batch x heads",
+        lambda c, k, a: c.head_group == 0 or c.head_group < k.batch * k.nheads,
+    ),
+    Rule("async_copy has no effect with one stage", lambda c, k, a: c.num_stages > 1 or c.async_copy == -1),
+    # A workgroup of 8 waves puts two on each SIMD, which caps registers at 256 like waves_per_eu=2.
+    Rule("waves_per_eu has no effect with 8 waves", lambda c, k, a: c.num_warps < 8 or c.waves_per_eu == 0),
+    Rule("sched_strategy is tried without a register cap", lambda c, k, a: not c.sched_strategy or c.waves_per_eu == 0),
+)
+
+
+def broken_rule(config: AttentionConfig, key: AttentionKey, arch: str) -> str | None:
+    """Name of the first hard limit or rule that config breaks for key on arch; None if it is legal."""
+    if limit := broken_limit(config, key, arch):
+        return limit
+    facts = ARCHS[arch]
+    return next((rule.name for rule in RULES if not rule.ok(config, key, facts)), None)
+
+
+def domains(key: AttentionKey, arch: str) -> dict[str, tuple]:
+    """The values of each field that matters for key on arch, first the safest; fields left out keep their default."""
+    space = dict(SPACE[arch])
+    newer = space.pop("sched_strategy", None)
+    if newer and knows_sched_strategy():
+        space["sched_strategy"] = newer
+    if arch == "gfx950":
+        space["async_copy"] = (-1, 0) if knows_sched_strategy() else (-1, 1)
+    if not key.causal:
+        del space["longest_first"]
+    if key.dtype != "fp8":
+        del space["recipe"]
+    return space
+
+
+@functools.lru_cache(maxsize=64)
+def candidates(key: AttentionKey, arch: str) -> tuple[AttentionConfig, ...]:
+    """Every legal config for key on arch, in an order that depends on nothing else."""
+    space = domains(key, arch)
+    product = (
+        AttentionConfig(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values())
+    )
+    return tuple(config for config in product if broken_rule(config, key, arch) is None)
+
+
+def suggest(trial: "optuna.Trial", key: AttentionKey, arch: str) -> AttentionConfig:
+    """The config that a trial asks for. It may be illegal: tell broken_rule() to the study as a constraint.
+
+    The categories never depend on earlier choices, as TPE needs; a conditional space would split its history.
+    """
+    return AttentionConfig(**{name: trial.suggest_categorical(name, v) for name, v in domains(key, arch).items()})
+
+
+class Seed(NamedTuple):
+    """A starting point and where it was found good."""
+
+    source: str
+    arch: str
+    dtypes: tuple[str, ...]
+    causal: tuple[bool, ...]
+    fields: dict
+
+
+_16_BIT = ("bf16", "fp16")
+_ALL = (*_16_BIT, "fp8")
+_BOTH = (False, True)
+SEEDS = (
+    Seed(
+        "AITER's shipped Triton default for gfx950 and gfx942", "gfx", _ALL, _BOTH,
+        {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "waves_per_eu": 2},
+    ),
+    Seed(
+        "tile of the hand-written gfx950 kernels: 8 waves x 32 rows, K and V double-buffered", "gfx950", _ALL, _BOTH,
+        {"BLOCK_M": 256, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    ),
+    Seed(
+        "AOTriton's winner for full attention, D128, S >= 1024", "gfx950", _16_BIT, (False,),
+        {"BLOCK_M": 256, "BLOCK_N": 64, "num_warps": 8, "num_stages": 4, "async_copy": 1},
+    ),
+    Seed(
+        "AOTriton's winner for causal, D128, S >= 1024", "gfx950", _16_BIT, (True,),
+        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 1},
+    ),
+    Seed(
+        "AITER's FP8 attention in Triton", "gfx950", ("fp8",), _BOTH,
+        {"BLOCK_M": 256, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
+    ),
+    Seed(
+        "AITER's small-grid entry: more and smaller workgroups", "gfx", _ALL, _BOTH,
+        {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 2, "num_stages": 1, "waves_per_eu": 2},
+    ),
+    Seed(
+        "best of a sweep on one H200 at 8k, D128, full", "sm90", _16_BIT, (False,),
+        {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "tensor_descriptors": True},
+    ),
+    Seed(
+        "best of a sweep on one H200 at 8k, D128, causal", "sm90", _16_BIT, (True,),
+        {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "tensor_descriptors": True},
+    ),
+    Seed(
+        "best of a sweep on one H200 at 8k, D128, FP8", "sm90", ("fp8",), _BOTH,
+        {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3, "tensor_descriptors": True},
+    ),
+    Seed(
+        "two warp groups share K and V, as in FlashAttention-3", "sm90", _ALL, _BOTH,
+        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "tensor_descriptors": True},
+    ),
+)  # fmt: skip
+
+
+def _of_this_space(seed: Seed, key: AttentionKey, arch: str) -> AttentionConfig:
+    """The seed with values that this space spells: the compiler's default instead of an explicit equal."""
+    config = {**seed.fields, "recipe": default_config(arch, key).recipe}
+    if config.get("async_copy", -1) not in domains(key, arch).get("async_copy", (-1,)):
+        config["async_copy"] = -1
+    return AttentionConfig(**config)
+
+
+def seeds(key: AttentionKey, arch: str) -> list[AttentionConfig]:
+    """Legal starting points without repeats: the default config, known good ones, and those with every FP8 recipe."""
+    fitting = [
+        _of_this_space(seed, key, arch)
+        for seed in SEEDS
+        if arch.startswith(seed.arch) and key.dtype in seed.dtypes and key.causal in seed.causal
+    ]
+    if key.dtype == "fp8":  # which recipe is fastest depends on the length more than on the tile
+        fitting += [dataclasses.replace(fitting[0], recipe=recipe) for recipe in FP8_RECIPES]
+    legal = [config for config in fitting if broken_rule(config, key, arch) is None]
+    return list(dict.fromkeys([default_config(arch, key), *legal]))

@@ -1,0 +1,183 @@
+"""One process per GPU that may hang or die: a trial that takes too long or kills it is an outcome, not the end.
+
+The coordinator sees futures. A thread per GPU sends jobs through a pipe, kills the process when a job outlasts its
+limit, and starts the next one when it is needed. A process whose GPU raised an error is replaced, for a fault poisons
+everything that the same process runs later.
+"""
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from zyfa.config import AttentionConfig, AttentionKey
+
+from .timing import Repeats, Timing
+
+START_LIMIT_S = 180.0  # importing torch and creating a context on a loaded machine
+MAX_BAD_STARTS = 2
+
+
+class Job(NamedTuple):
+    """One config to check and time, or several to compare; best_ms is the time to beat."""
+
+    key: AttentionKey
+    configs: tuple[AttentionConfig, ...]
+    repeats: Repeats
+    max_error: float
+    best_ms: float | None = None
+
+
+class Result(NamedTuple):
+    """The outcome of a trial, as it is stored; times in ms, None unless outcome is "ok"."""
+
+    outcome: str
+    ms: float | None = None
+    ms_lo: float | None = None
+    ms_hi: float | None = None
+    samples: tuple[float, ...] = ()
+    rel_err: float | None = None
+    reason: str = ""
+
+    def timing(self) -> Timing:
+        """The times of an ok result."""
+        assert self.ms is not None and self.ms_lo is not None and self.ms_hi is not None
+        return Timing(self.ms, self.ms_lo, self.ms_hi, self.samples)
+
+
+Evaluate = Callable[[Job], list[Result]]
+
+
+class WorkerError(RuntimeError):
+    """A worker process that cannot start, or a mistake of ours in it; the message holds its traceback."""
+
+
+class _Died(Exception):
+    """The process ended or broke during a job; says how."""
+
+
+def gpu_evaluator(gpu: int, arch: str) -> Evaluate:
+    """What a worker process runs; imports torch there and not in the coordinator."""
+    from .compile import pin_environment
+    from .evaluate import Evaluator
+
+    pin_environment()  # so that launches find what the farm compiled
+    return Evaluator.on_gpu(gpu, arch)
+
+
+def _serve(conn, make: Callable[..., Evaluate], args: tuple) -> None:
+    """Runs in the worker: answers each job with ("done", results), ("died", why) or ("bug", traceback)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the coordinator decides
+    try:
+        evaluate = make(*args)
+        conn.send(("ready", None))
+        while (job := conn.recv()) is not None:
+            conn.send(_answer(evaluate, job))
+    except EOFError:  # the coordinator is gone
+        return
+    except Exception:
+        conn.send(("bug", traceback.format_exc()))
+
+
+def _answer(evaluate: Evaluate, job: Job) -> tuple[str, object]:
+    """GPU errors are RuntimeErrors (torch's and Triton's alike); other exceptions are mistakes and escape."""
+    try:
+        return "done", evaluate(job)
+    except (RuntimeError, MemoryError) as error:
+        return "died", f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class Worker:
+    """A process with one GPU; not thread-safe, except kill()."""
+
+    def __init__(self, make: Callable[..., Evaluate], args: tuple):
+        self._make, self._args = make, args
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._closed = False
+
+    def run(self, job: Job, limit_s: float) -> list[Result]:
+        """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died."""
+        self._ensure_started()
+        try:
+            self._conn.send(job)
+            if not self._conn.poll(limit_s):
+                self.kill()
+                return self._all(job, "timed_out", f"no answer within {limit_s:g} s")
+            return self._received()
+        except (_Died, EOFError, OSError) as error:
+            self.kill()
+            return self._all(job, "crashed", str(error) if isinstance(error, _Died) else self._epitaph())
+
+    def _all(self, job: Job, outcome: str, reason: str) -> list[Result]:
+        if self._closed:
+            raise CancelledError
+        return [Result(outcome, reason=reason)] * len(job.configs)
+
+    def _received(self):
+        kind, value = self._conn.recv()
+        if kind == "bug":
+            raise WorkerError(value)
+        if kind == "died":
+            raise _Died(value)
+        return value
+
+    def _ensure_started(self) -> None:
+        if self._process is not None and self._process.is_alive():
+            return
+        for _ in range(MAX_BAD_STARTS):
+            if self._closed:
+                raise CancelledError
+            self._start()
+            try:
+                if self._conn.poll(START_LIMIT_S):
+                    self._received()
+                    return
+            except (_Died, EOFError, OSError):
+                pass
+            self.kill()
+        raise WorkerError(f"worker {self._args} did not start in {MAX_BAD_STARTS} attempts: {self._epitaph()}")
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked CUDA or HIP context is broken
+        self._conn, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._make, self._args), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _epitaph(self) -> str:
+        code = self._process.exitcode if self._process else None
+        return (
+            f"the process ended by {signal.Signals(-code).name}"
+            if code and code < 0
+            else f"the process ended with {code}"
+        )
+
+    def kill(self) -> None:
+        """Ends the process at once, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(5)
+
+
+class WorkerPool:
+    """Workers for several GPUs. submit() queues a job on one of them, because a cell stays on one GPU: the spread
+    between GPUs exceeds the margin between candidates.
+    """
+
+    def __init__(self, gpus: Sequence[int], arch: str, make: Callable[..., Evaluate] = gpu_evaluator):
+        self.gpus = tuple(gpus)
+        self._workers = {gpu: Worker(make, (gpu, arch)) for gpu in gpus}
+        self._threads = {gpu: ThreadPoolExecutor(1, f"gpu{gpu}") for gpu in gpus}
+
+    def submit(self, gpu: int, job: Job, limit_s: float) -> "Future[list[Result]]":
+        """A future of the job's results; it raises WorkerError where the worker itself is broken."""
+        return self._threads[gpu].submit(self._workers[gpu].run, job, limit_s)
+
+    def close(self) -> None:
+        """Kills the processes; jobs that run or wait end as cancelled."""
+        for gpu, worker in self._workers.items():
+            worker._closed = True
+            self._threads[gpu].shutdown(wait=False, cancel_futures=True)
+            worker.kill()

@@ -1,0 +1,334 @@
+"""The prefill forward kernel: one family, every feature a constexpr switch. Knows no database and no tuner.
+
+Online softmax in base 2 after FlashAttention-2 (arXiv 2307.08691). Masks are bottom-right aligned: query row i sits at
+key position i + seqlen_k - seqlen_q. Tiles that need no mask run in a loop without one, tiles that no row sees are
+never visited.
+"""
+
+import triton
+import triton.language as tl
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# No V scale ratio between neighbouring blocks may blow the accumulator up to inf: |acc| <= 2**34 at 128k keys.
+MAX_RATIO: tl.constexpr = tl.constexpr(2.0**90)
+# Sizes that no instruction depends on: one build serves every length, also 1 and multiples of 16.
+UNSPECIALISED = (
+    "stride_q_descale", "stride_k_descale", "stride_row_shift", "stride_col_bias",
+    "batch_heads", "nheads", "group", "seqlen_q", "seqlen_k", "num_m_blocks", "window_left", "window_right",
+)  # fmt: skip
+
+
+@triton.jit
+def _tile_of(pid, num_m_blocks, batch_heads, HEAD_GROUP: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """(query block, batch * head) of a program: heads of one group side by side, longest query blocks first."""
+    if HEAD_GROUP == 0:
+        m = pid // batch_heads
+        bh = pid % batch_heads
+    else:
+        group = pid // (HEAD_GROUP * num_m_blocks)
+        rest = pid % (HEAD_GROUP * num_m_blocks)
+        width = min(HEAD_GROUP, batch_heads - group * HEAD_GROUP)
+        m = rest // width
+        bh = group * HEAD_GROUP + rest % width
+    if LONGEST_FIRST:
+        m = num_m_blocks - 1 - m
+    return m, bh
+
+
+@triton.jit
+def _sequence(b, cu_seqlens, seqlen, VARLEN: tl.constexpr, QUANTISED: tl.constexpr, QUANT_ROWS: tl.constexpr):
+    """(first row in the tensor, first row in the LSE, length) of a sequence.
+
+    Quantised varlen buffers start every sequence on a multiple of QUANT_ROWS rows: ceil(start / QUANT_ROWS) + b
+    blocks in, which leaves room for every earlier sequence without a prefix sum.
+    """
+    if VARLEN:
+        first = tl.load(cu_seqlens + b)
+        seqlen = tl.load(cu_seqlens + b + 1) - first
+        row = first
+        if QUANTISED:
+            row = ((first + QUANT_ROWS - 1) // QUANT_ROWS + b) * QUANT_ROWS
+        return row, first, seqlen
+    return seqlen * 0, seqlen * 0, seqlen
+
+
+@triton.jit
+def _visible(
+    m, seqlen_q, seqlen_k, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Key ranges of a query block: [lo, full_lo) masked, [full_lo, full_hi) seen by all rows, up to hi masked."""
+    first = m * BLOCK_M + seqlen_k - seqlen_q
+    last = min((m + 1) * BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
+    lo = 0
+    full_lo = 0
+    if HAS_LEFT:
+        lo = max(first - window_left, 0) // BLOCK_N * BLOCK_N
+        full_lo = (max(last - window_left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    hi = seqlen_k
+    full_hi = seqlen_k // BLOCK_N * BLOCK_N
+    if HAS_RIGHT:
+        hi = min(seqlen_k, max(last + window_right + 1, 0))
+        full_hi = min(seqlen_k, max(first + window_right + 1, 0)) // BLOCK_N * BLOCK_N
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def _head_tiles(
+    X, b, h, first, stride_b, stride_n, stride_h, DESCRIPTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Where one head's rows start: (pointer or descriptor, row, column); row and column matter to descriptors only."""
+    row, col = 0, 0
+    tiles = X
+    if DESCRIPTOR:
+        row = b * stride_b
+        if TRANSPOSED:
+            col = first
+        else:
+            row += first
+        if DESCRIPTOR == 1:
+            col += h * stride_h
+        else:
+            row += h * stride_h
+    else:
+        tiles = X + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+        if TRANSPOSED:
+            tiles += first
+        else:
+            tiles += tl.cast(first, tl.int64) * stride_n
+    return tiles, row, col
+
+
+@triton.jit
+def _store(
+    O, acc, b, h, first, m, in_rows, stride_ob, stride_om, stride_oh,
+    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The output block; with varlen `first` is the sequence's row and stride_ob is 0."""
+    offs_dv = tl.arange(0, BLOCK_DV)
+    base = O + tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh
+    base += tl.cast(first + m * BLOCK_M, tl.int64) * stride_om
+    ptrs = base + tl.arange(0, BLOCK_M)[:, None] * stride_om + offs_dv[None, :]
+    tl.store(ptrs, acc.to(O.dtype.element_ty), in_rows[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+
+
+@triton.jit
+def _load_k(
+    K, k_row, k_col, stride_kn, n, seqlen_k, DESCRIPTOR: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The (BLOCK_D, BLOCK_N) tile of K transposed, zero outside the sequence."""
+    if DESCRIPTOR:
+        k = tl.trans(K.load([k_row + n, k_col]))
+    else:
+        offs_d = tl.arange(0, BLOCK_D)
+        offs_n = tl.arange(0, BLOCK_N)
+        ptrs = K + tl.cast(n, tl.int64) * stride_kn + offs_n[None, :] * stride_kn + offs_d[:, None]
+        if MASKED:
+            k = tl.load(ptrs, (n + offs_n < seqlen_k)[None, :] & (offs_d < HEAD_DIM)[:, None], other=0.0)
+        elif BLOCK_D != HEAD_DIM:
+            k = tl.load(ptrs, (offs_d < HEAD_DIM)[:, None], other=0.0)
+        else:
+            k = tl.load(ptrs)
+    return k
+
+
+@triton.jit
+def _load_v(
+    V, v_row, v_col, stride_vn, n, seqlen_k,
+    DESCRIPTOR: tl.constexpr, MASKED: tl.constexpr, V_TRANSPOSED: tl.constexpr, QUANTISED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The (BLOCK_N, BLOCK_D) tile of V, zero outside the sequence: 0 * NaN of stale memory would poison valid rows."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
+    if DESCRIPTOR:
+        v = tl.trans(V.load([v_row, v_col + n])) if V_TRANSPOSED else V.load([v_row + n, v_col])
+        if MASKED and not QUANTISED:  # rows of the next sequence, or whatever lies behind the tensor's view
+            v = tl.where((n + offs_n < seqlen_k)[:, None], v, 0.0)
+    elif V_TRANSPOSED:  # only quantised buffers: padded with zeros in both directions
+        v = tl.trans(tl.load(V + n + offs_d[:, None] * stride_vn + offs_n[None, :]))
+    else:
+        ptrs = V + tl.cast(n, tl.int64) * stride_vn + offs_n[:, None] * stride_vn + offs_d[None, :]
+        if MASKED:
+            v = tl.load(ptrs, (n + offs_n < seqlen_k)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        elif BLOCK_D != HEAD_DIM:
+            v = tl.load(ptrs, (offs_d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            v = tl.load(ptrs)
+    return v
+
+
+@triton.jit
+def _logits(
+    q, k, scale, row_shift, col_bias, n, softcap,
+    SOFTCAP: tl.constexpr, ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Q times K transposed in fp32, and the scale a row that is still to be applied to it.
+
+    The scale stays out where nothing is added to the logits: the maximum and exp2's argument take it for free.
+    """
+    s = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32) if q.dtype == tl.int8 else tl.dot(q, k)
+    if COL_BIAS or SOFTCAP:
+        s = s * scale[:, None]
+        scale = scale * 0.0 + 1.0
+    if COL_BIAS:  # what Q's mean took from the logits of these keys
+        s += tl.load(col_bias + n + tl.arange(0, BLOCK_N))[None, :]
+    if SOFTCAP:  # bounds the true logits; tanh(x) = 1 - 2 / (e^2x + 1) is finite at both ends
+        if ROW_SHIFT:
+            s += row_shift[:, None]
+        s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))
+    return s, scale
+
+
+@triton.jit
+def _walk(
+    acc, l_i, m_i, v_scale,  # running output, row sum, row max (base 2) and the scale that acc is in
+    q, K, k_row, k_col, stride_kn, V, v_row, v_col, stride_vn,
+    k_descale, v_descale, qk_scale, row_shift, col_bias, softcap,  # qk_scale: one value a row
+    n_lo, n_hi, rows, seqlen_k, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    K_DESCRIPTOR: tl.constexpr, V_DESCRIPTOR: tl.constexpr, V_TRANSPOSED: tl.constexpr, V_QUANTISED: tl.constexpr,
+    K_BLOCK_SCALES: tl.constexpr, V_BLOCK_SCALES: tl.constexpr, ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr,
+    QUANT_ROWS: tl.constexpr, P_OFFSET: tl.constexpr, SHORT_SUM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys [n_lo, n_hi), a tile at a time. `rows` are key positions of the query rows."""
+    for n in range(n_lo, n_hi, BLOCK_N):
+        k = _load_k(K, k_row, k_col, stride_kn, n, seqlen_k, K_DESCRIPTOR, MASKED, HEAD_DIM, BLOCK_D, BLOCK_N)
+        scale = qk_scale
+        if K_BLOCK_SCALES:
+            scale = qk_scale * tl.load(k_descale + n // QUANT_ROWS)
+        s, scale = _logits(q, k, scale, row_shift, col_bias, n, softcap, SOFTCAP, ROW_SHIFT, COL_BIAS, BLOCK_N)
+        if MASKED:
+            cols = n + tl.arange(0, BLOCK_N)[None, :]
+            keep = cols < seqlen_k
+            if HAS_RIGHT:
+                keep = keep & (cols <= rows[:, None] + window_right)
+            if HAS_LEFT:
+                keep = keep & (cols >= rows[:, None] - window_left)
+            s = tl.where(keep, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+        shift = m_new
+        if MASKED:  # a row that has seen no key keeps m = -inf; shifting by 0 gives exp2(-inf) = 0, not NaN
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * scale[:, None] - (shift - P_OFFSET)[:, None])
+        alpha = tl.exp2(m_i - shift)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        if V_BLOCK_SCALES:  # acc is kept in units of this tile's V scale; the scales are powers of two: exact
+            next_scale = tl.load(v_descale + n // QUANT_ROWS)
+            alpha = alpha * min(v_scale / next_scale, MAX_RATIO)
+            v_scale = next_scale
+        v = _load_v(
+            V, v_row, v_col, stride_vn, n, seqlen_k,
+            V_DESCRIPTOR, MASKED, V_TRANSPOSED, V_QUANTISED, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+        )  # fmt: skip
+        acc = acc * alpha[:, None]
+        if SHORT_SUM:  # summed in fp32 outside the matrix unit, which rounds long FP8 sums
+            acc += tl.dot(p.to(v.dtype), v)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    return acc, l_i, m_i, v_scale
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def attn_fwd(
+    Q, K, V, O, LSE,  # K, V: pointers, or tensor descriptors: 1 heads are columns, 2 heads are rows
+    q_descale, k_descale, v_descale,  # fp32 (batch, heads[, blocks of QUANT_ROWS])
+    row_shift, col_bias,  # fp32 (batch, nheads, padded rows), base 2: what smoothing took from rows and columns
+    sink, cu_seqlens_q, cu_seqlens_k,  # fp32 (nheads); int32 (batch + 1)
+    qk_scale, softcap,  # both times log2(e)
+    stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_ob, stride_om, stride_oh,  # elements; of K and V as descriptors: rows, or columns from head to head
+    stride_q_descale, stride_k_descale,  # from one head to the next; 0 when all heads share one
+    stride_row_shift, stride_col_bias,
+    batch_heads, nheads, group, seqlen_q, seqlen_k, num_m_blocks, window_left, window_right,
+    VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
+    QK_QUANTISED: tl.constexpr, V_QUANTISED: tl.constexpr, BLOCK_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr, P_OFFSET: tl.constexpr, V_TRANSPOSED: tl.constexpr,
+    K_DESCRIPTOR: tl.constexpr, V_DESCRIPTOR: tl.constexpr, SHORT_SUM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr, HEAD_GROUP: tl.constexpr, ASYNC_COPY: tl.constexpr,
+):  # fmt: skip
+    """One block of BLOCK_M query rows of one head. ASYNC_COPY is read by nobody: it keeps two builds apart."""
+    m, bh = _tile_of(tl.program_id(0), num_m_blocks, batch_heads, HEAD_GROUP, LONGEST_FIRST)
+    b = bh // nheads
+    h = bh % nheads
+    hk = h // group
+    q_first, lse_first, seqlen_q = _sequence(b, cu_seqlens_q, seqlen_q, VARLEN, QK_QUANTISED, QUANT_ROWS)
+    k_first, _, _ = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, QK_QUANTISED, QUANT_ROWS)
+    v_first, _, seqlen_k = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, V_QUANTISED, QUANT_ROWS)
+    if m * BLOCK_M >= seqlen_q:
+        return
+    offs_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = offs_m < seqlen_q
+    offs_d = tl.arange(0, BLOCK_D)
+
+    q_base = Q + tl.cast(b, tl.int64) * stride_qb + tl.cast(h, tl.int64) * stride_qh
+    q_base += tl.cast(q_first + m * BLOCK_M, tl.int64) * stride_qm
+    q_ptrs = q_base + tl.arange(0, BLOCK_M)[:, None] * stride_qm + offs_d[None, :]
+    q = tl.load(q_ptrs, in_rows[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    k_tiles, k_row, k_col = _head_tiles(K, b, hk, k_first, stride_kb, stride_kn, stride_kh, K_DESCRIPTOR, False)
+    v_tiles, v_row, v_col = _head_tiles(V, b, hk, v_first, stride_vb, stride_vn, stride_vh, V_DESCRIPTOR, V_TRANSPOSED)
+
+    head = h if VARLEN else bh  # in buffers whose batch axis is folded into the rows
+    kv_head = hk if VARLEN else b * (nheads // group) + hk
+    row_scale = tl.zeros([BLOCK_M], tl.float32) + qk_scale
+    v_scale = 1.0
+    if QK_QUANTISED and BLOCK_SCALES:
+        row_scale *= tl.load(q_descale + head * stride_q_descale + (q_first + offs_m) // QUANT_ROWS, in_rows, other=1.0)
+        k_descale += kv_head * stride_k_descale + k_first // QUANT_ROWS
+    elif QK_QUANTISED:
+        q_descale += bh * stride_q_descale
+        row_scale *= tl.load(q_descale) * tl.load(k_descale + (b * (nheads // group) + hk) * stride_k_descale)
+    if V_QUANTISED and BLOCK_SCALES:
+        v_descale += kv_head * stride_k_descale + v_first // QUANT_ROWS
+    elif V_QUANTISED:
+        v_scale = tl.load(v_descale + (b * (nheads // group) + hk) * stride_k_descale)
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    if ROW_SHIFT:
+        shift = tl.load(row_shift + tl.cast(head, tl.int64) * stride_row_shift + q_first + offs_m, in_rows, other=0.0)
+    if COL_BIAS:
+        col_bias += tl.cast(head, tl.int64) * stride_col_bias + k_first
+
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if HAS_SINK:  # a logit without a key: it takes part in the sum only
+        m_i = tl.load(sink + h) * LOG2E - (shift * 0.0 if SOFTCAP else shift)
+        l_i += 2.0**P_OFFSET
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    rows = offs_m + seqlen_k - seqlen_q
+    lo, full_lo, full_hi, hi = _visible(
+        m, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+    )
+    for part in tl.static_range(3):  # masked on the left, unmasked, masked on the right
+        if part == 0:
+            n_lo, n_hi = lo, min(full_lo, hi)
+        elif part == 1:
+            n_lo, n_hi = full_lo, full_hi
+        else:
+            n_lo, n_hi = max(full_lo, full_hi), hi
+        if part != 0 or HAS_LEFT:
+            acc, l_i, m_i, v_scale = _walk(
+                acc, l_i, m_i, v_scale, q, k_tiles, k_row, k_col, stride_kn, v_tiles, v_row, v_col, stride_vn,
+                k_descale, v_descale, row_scale, shift, col_bias, softcap, n_lo, n_hi, rows, seqlen_k,
+                window_left, window_right, HAS_LEFT, HAS_RIGHT, SOFTCAP, part != 1, K_DESCRIPTOR, V_DESCRIPTOR,
+                V_TRANSPOSED, V_QUANTISED, QK_QUANTISED and BLOCK_SCALES, V_QUANTISED and BLOCK_SCALES,
+                ROW_SHIFT, COL_BIAS, QUANT_ROWS, P_OFFSET, SHORT_SUM, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
+            )  # fmt: skip
+
+    if HAS_LSE:
+        lse = m_i + tl.log2(l_i) - P_OFFSET  # -inf where no key was seen
+        if ROW_SHIFT and not SOFTCAP:
+            lse += shift
+        lse_row = (tl.cast(b, tl.int64) * nheads + h) * seqlen_q
+        if VARLEN:
+            lse_row = tl.cast(h, tl.int64) * tl.load(cu_seqlens_q + batch_heads // nheads) + lse_first
+        tl.store(LSE + lse_row + offs_m, lse * LN2, in_rows)
+    acc = acc * (v_scale / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    _store(O, acc, b, h, lse_first, m, in_rows, stride_ob, stride_om, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV)

@@ -1,0 +1,134 @@
+"""From checked tensors and a config to launches: options, grids and the arguments of the attention kernel."""
+
+import contextlib
+
+import torch
+import triton
+
+from ..archs import ARCHS, Arch
+from ..config import AttentionConfig, AttentionKey
+from ..recipes import QUANT_ROWS, RECIPES
+from .attn_fwd import attn_fwd
+from .operands import Operands, Quantiser, Shape, as_descriptors, plain, shape_of, start, strides_of
+
+LOG2E = 1.4426950408889634
+
+
+def _options(config: AttentionConfig, arch: Arch) -> dict:
+    """The compiler options of a config."""
+    options: dict = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if arch.vendor == "amd":
+        options["waves_per_eu"] = config.waves_per_eu
+        options["matrix_instr_nonkdim"] = config.matrix_instr_nonkdim
+        if config.sched_strategy:
+            options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={config.sched_strategy}"
+    elif config.maxnreg:
+        options["maxnreg"] = config.maxnreg
+    return options
+
+
+@contextlib.contextmanager
+def _async_copy(config: AttentionConfig):
+    """Async copy is a process-wide knob of Triton, not an option of a kernel."""
+    if config.async_copy < 0:
+        yield
+        return
+    with triton.knobs.amd.scope():
+        triton.knobs.amd.use_async_copy = bool(config.async_copy)
+        yield
+
+
+def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch, window, softcap, sink, lse) -> dict:
+    """The constexpr arguments of attn_fwd."""
+    left, right = window
+    return {
+        "VARLEN": shape.varlen, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "SOFTCAP": softcap > 0.0,
+        "HAS_SINK": sink is not None, "HAS_LSE": lse is not None,
+        "QK_QUANTISED": ops.qk_quantised, "V_QUANTISED": ops.v_quantised, "BLOCK_SCALES": ops.block_scales,
+        "QUANT_ROWS": QUANT_ROWS, "ROW_SHIFT": ops.row_shift is not None, "COL_BIAS": ops.col_bias is not None,
+        "P_OFFSET": ops.p_offset, "V_TRANSPOSED": ops.v_transposed,
+        "K_DESCRIPTOR": ops.k_descriptor, "V_DESCRIPTOR": ops.v_descriptor,
+        "SHORT_SUM": arch.short_fp8_sum and ops.v_quantised,
+        "HEAD_DIM": shape.block_d if ops.qk_quantised else shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
+        "BLOCK_D": shape.block_d, "BLOCK_DV": shape.block_dv, "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N,
+        "LONGEST_FIRST": config.longest_first and right >= 0, "HEAD_GROUP": config.head_group,
+        "ASYNC_COPY": config.async_copy,
+    }  # fmt: skip
+
+
+def prepare_operands(
+    q, k, v, *, config: AttentionConfig, arch: Arch, qk_scale: float, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, descales=None, row_shift=False, compile_only=False,
+) -> tuple[Operands, Shape]:  # fmt: skip
+    """What the attention kernel reads: quantised as the config's recipe says, as descriptors if the config says so."""
+    shape = shape_of(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    if config.recipe == "none":
+        ops = plain(q, k, v)
+    else:
+        # FP8 inputs carry no means and no rotation: only the plain recipe describes them
+        recipe = RECIPES["head" if descales else config.recipe]
+        run = Quantiser(shape, recipe, arch, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, compile_only)
+        ops = run.run(q, k, v, descales)
+    return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape
+
+
+def attention_forward(
+    q, k, v, *, config: AttentionConfig, arch: str, causal=False, softmax_scale=None, window_size=(-1, -1), softcap=0.0,
+    sink=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    descales=None, out=None, return_lse=False, compile_only=False,
+):  # fmt: skip
+    """Attention of checked inputs with a given config: (out, lse or None), launched on the current stream.
+
+    q (batch, seqlen_q, nheads, head_dim), k, v (batch, seqlen_k, nheads_k, head_dim[_v]) bf16, fp16 or FP8; with
+    cu_seqlens (int32, batch + 1): (total, nheads, head_dim). descales: fp32 (batch, nheads), (batch, nheads_k) twice,
+    for FP8 inputs. config.recipe says how bf16/fp16 inputs are quantised. lse fp32 (batch, nheads, seqlen_q), natural.
+    compile_only: nothing runs; returns the compiled attention kernel of the active driver's target.
+    """
+    facts = ARCHS[arch]
+    scale = (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) * LOG2E
+    ops, shape = prepare_operands(
+        q, k, v, config=config, arch=facts, qk_scale=scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, descales=descales,
+        row_shift=return_lse or softcap > 0.0 or sink is not None, compile_only=compile_only,
+    )  # fmt: skip
+    out, lse = _outputs(q, shape, out, return_lse)
+    window = (window_size[0], 0 if causal else window_size[1])
+    num_m_blocks = -(-shape.seqlen_q // config.BLOCK_M)
+    batch_heads = shape.batch * shape.nheads
+    args = (
+        ops.q, ops.k, ops.v, out, lse, *ops.descales, ops.row_shift, ops.col_bias, sink, cu_seqlens_q, cu_seqlens_k,
+        scale, softcap * LOG2E, *ops.strides_q, *ops.strides_k, *ops.strides_v, *strides_of(out), *ops.descale_strides,
+        shape.rows8_q, shape.rows8_k, batch_heads, shape.nheads, shape.nheads // shape.nheads_k,
+        shape.seqlen_q, shape.seqlen_k, num_m_blocks, *window,
+    )  # fmt: skip
+    constants = _constants(ops, shape, config, facts, window, softcap, sink, lse) | _options(config, facts)
+    with _async_copy(config):
+        compiled = start(attn_fwd, (num_m_blocks * batch_heads,), args, constants, compile_only)
+    return compiled if compile_only else (out, lse)
+
+
+def _outputs(q, shape: Shape, out, return_lse: bool):
+    """The output tensor, bf16 for FP8 inputs, and the lse if asked for."""
+    if out is None:
+        dtype = torch.bfloat16 if q.element_size() == 1 else q.dtype
+        out = torch.empty((*q.shape[:-1], shape.head_dim_v), dtype=dtype, device=q.device)
+    if not return_lse:
+        return out, None
+    size = (shape.nheads, shape.total_q) if shape.varlen else (shape.batch, shape.nheads, shape.seqlen_q)
+    return out, torch.empty(size, dtype=torch.float32, device=q.device)
+
+
+def compile_for(key: AttentionKey, config: AttentionConfig, arch: str):
+    """The attention kernel of a key and config, compiled (with its quantisers) for the active driver's target.
+
+    Runs nothing and allocates nothing: tensors on the meta device stand for the inputs. Returns Triton's
+    CompiledKernel.
+    """
+    dtype = torch.float16 if key.dtype == "fp16" else torch.bfloat16
+    q = torch.empty((key.batch, key.seqlen_q, key.nheads, key.head_dim), dtype=dtype, device="meta")
+    k = torch.empty((key.batch, key.seqlen_k, key.nheads_k, key.head_dim), dtype=dtype, device="meta")
+    v = torch.empty((key.batch, key.seqlen_k, key.nheads_k, key.head_dim_v), dtype=dtype, device="meta")
+    window = (key.seqlen_k // 2, -1) if key.window_class == "local" else (-1, -1)
+    return attention_forward(
+        q, k, v, config=config, arch=arch, causal=key.causal, window_size=window, compile_only=True
+    )

@@ -1,0 +1,286 @@
+"""What the attention kernel reads: the inputs themselves, or eight-bit buffers that the quantisers fill."""
+
+from typing import NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..archs import Arch
+from ..config import AttentionConfig, octave
+from ..recipes import FP8_MAX, INT8_MAX, QUANT_ROWS, Recipe, p_offset
+from .quantize import block_amax, column_statistics, column_sums, quantize
+
+FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
+CHANNELS = 16  # of one program that turns sums into means: a KV head is spread over several programs
+CHUNKS = 64  # partial sums of each head's statistics: enough programs to fill a GPU from 8 heads on
+
+
+class Shape(NamedTuple):
+    """Sizes of one call. With cu_seqlens the lengths are maxima over the batch, the totals count all rows."""
+
+    batch: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+    varlen: bool
+    total_q: int
+    total_k: int
+
+    @property
+    def block_d(self) -> int:
+        """Width of Q and K in the kernel: a power of two, and what the matrix units need at least."""
+        return max(16, octave(self.head_dim))
+
+    @property
+    def block_dv(self) -> int:
+        return max(16, octave(self.head_dim_v))
+
+    @property
+    def rows8_q(self) -> int:
+        """Rows of one head in a padded buffer; see attn_fwd._sequence for varlen."""
+        return self._rows8(self.total_q, self.seqlen_q)
+
+    @property
+    def rows8_k(self) -> int:
+        return self._rows8(self.total_k, self.seqlen_k)
+
+    def _rows8(self, total: int, seqlen: int) -> int:
+        blocks = -(-total // QUANT_ROWS) + self.batch if self.varlen else -(-seqlen // QUANT_ROWS)
+        return blocks * QUANT_ROWS
+
+
+class Operands(NamedTuple):
+    """Tensors with their strides (batch, row, head), scales and corrections."""
+
+    q: torch.Tensor
+    k: torch.Tensor | TensorDescriptor
+    v: torch.Tensor | TensorDescriptor
+    strides_q: tuple[int, int, int]
+    strides_k: tuple[int, int, int]
+    strides_v: tuple[int, int, int]
+    descales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
+    descale_strides: tuple[int, int] = (0, 0)
+    row_shift: torch.Tensor | None = None
+    col_bias: torch.Tensor | None = None
+    qk_quantised: bool = False
+    v_quantised: bool = False
+    block_scales: bool = False
+    p_offset: int = 0
+    v_transposed: bool = False
+    k_descriptor: int = 0
+    v_descriptor: int = 0
+
+
+def shape_of(q, k, v, cu_seqlens_q=None, max_seqlen_q=None, max_seqlen_k=None) -> Shape:
+    """Sizes of (batch, seqlen, nheads, head_dim) tensors, or of (total, nheads, head_dim) with cu_seqlens_q."""
+    if cu_seqlens_q is None:
+        b, sq, h, d = q.shape
+        sk, hk, dv = v.shape[1:]
+        return Shape(b, h, hk, d, dv, sq, sk, False, sq, sk)
+    (tq, h, d), (tk, hk, dv) = q.shape, v.shape
+    return Shape(cu_seqlens_q.shape[0] - 1, h, hk, d, dv, max_seqlen_q, max_seqlen_k, True, tq, tk)
+
+
+def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) strides in elements; varlen tensors have no batch axis."""
+    s = x.stride()
+    return (0, s[0], s[1]) if x.ndim == 3 else (s[0], s[1], s[2])
+
+
+def start(kernel, grid: tuple[int, ...], args: tuple, constants: dict, compile_only: bool):
+    """Launch, or only compile for the active driver's target and return what was compiled."""
+    if compile_only:
+        return kernel.warmup(*args, grid=grid, **constants)
+    return kernel[grid](*args, **constants)
+
+
+def plain(q, k, v) -> Operands:
+    """The inputs as they are."""
+    return Operands(q, k, v, strides_of(q), strides_of(k), strides_of(v))
+
+
+class Quantiser(NamedTuple):
+    """One quantising run: what to do, where, and whether to run it at all."""
+
+    shape: Shape
+    recipe: Recipe
+    arch: Arch
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    qk_scale: float = 1.0  # softmax_scale * log2(e): corrections are written in the kernel's units
+    row_shift: bool = False  # are the true logits of a row needed (lse, softcap, sink)?
+    compile_only: bool = False
+
+    def _empty(self, *size: int, dtype=torch.float32, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=like.device)
+
+    def _buffers(self, q):
+        """Eight-bit Q, K and V; the batch axis is folded into the rows for varlen. Q, K are None if not quantised."""
+        shape, fp8 = self.shape, FP8_DTYPES[self.arch.fp8_format]
+        batch = 1 if shape.varlen else shape.batch
+        v_shape = (shape.block_dv, shape.rows8_k) if self.arch.v_k_major else (shape.rows8_k, shape.block_dv)
+        v8 = self._empty(batch, shape.nheads_k, *v_shape, dtype=fp8, like=q)
+        if self.recipe.qk == "bf16":
+            return None, None, v8
+        qk = torch.int8 if self.recipe.qk == "int8" else fp8
+        q8 = self._empty(batch, shape.nheads, shape.rows8_q, shape.block_d, dtype=qk, like=q)
+        return q8, self._empty(batch, shape.nheads_k, shape.rows8_k, shape.block_d, dtype=qk, like=q), v8
+
+    def _descales(self, q, granularity: str) -> tuple[torch.Tensor, ...]:
+        """Room for the fp32 scales of Q, K and V, one allocation."""
+        shape, batch = self.shape, 1 if self.shape.varlen else self.shape.batch
+        sizes = {
+            "block": (batch * shape.nheads * shape.rows8_q, batch * shape.nheads_k * shape.rows8_k),
+            "head": (shape.batch * shape.nheads * QUANT_ROWS, shape.batch * shape.nheads_k * QUANT_ROWS),
+            "tensor": (QUANT_ROWS, QUANT_ROWS),
+            "given": (0, 0),
+        }[granularity]
+        n_q, n_k = (size // QUANT_ROWS for size in sizes)
+        return self._empty(n_q + 2 * n_k, like=q).split((n_q, n_k, n_k))
+
+    def _statistics(self, q, k, counts, common) -> tuple[torch.Tensor | None, ...]:
+        """(means of Q, means of K, equaliser), fp32 (batch, heads, block_d), as far as the recipe asks for them."""
+        recipe, shape = self.recipe, self.shape
+        if not (recipe.k_mean or recipe.q_mean or recipe.equalise):
+            return None, None, None
+        needs_q = recipe.q_mean or recipe.equalise
+        heads_k = shape.batch * shape.nheads_k
+        heads_q = shape.batch * shape.nheads if needs_q else 0
+        width = shape.block_d
+        parts = (heads_q * CHUNKS * 2, heads_k * CHUNKS * 2, heads_q, heads_k, heads_k)
+        q_sums, k_sums, *out = self._empty(sum(parts) * width, like=q).split([n * width for n in parts])
+        cu_seqlens, lengths = (self.cu_seqlens_q, self.cu_seqlens_k), (shape.seqlen_q, shape.seqlen_k)
+        args: tuple = (q, k, q_sums, k_sums, *cu_seqlens, *strides_of(q), *strides_of(k))
+        args += (heads_q * CHUNKS, heads_k * CHUNKS, *counts[2:], *lengths)
+        constants = {n: v for n, v in common.items() if n not in ("HEAD_DIM_V", "BLOCK_DV")} | {"CHUNKS": CHUNKS}
+        start(column_sums, ((heads_q + heads_k) * CHUNKS,), args, constants, self.compile_only)
+        args = (q_sums, k_sums, *out, *cu_seqlens, shape.nheads_k, shape.nheads // shape.nheads_k, *lengths)
+        constants = {
+            "VARLEN": shape.varlen, "BLOCK_D": width, "CHUNKS": CHUNKS, "CHANNELS": CHANNELS, "HAS_Q": needs_q,
+            "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
+        }  # fmt: skip
+        start(column_statistics, (heads_k, width // CHANNELS), args, constants, self.compile_only)
+        return tuple(out)
+
+    def run(self, q, k, v, given=None) -> Operands:
+        """Q, K and V in eight bits. `given`: the caller's scales; the inputs are FP8 and only change their layout."""
+        shape, recipe = self.shape, self.recipe
+        granularity = "given" if given else recipe.granularity
+        x8 = self._buffers(q)
+        descales = self._descales(q, granularity)
+        blocks_q, blocks_k = -(-shape.seqlen_q // QUANT_ROWS), -(-shape.seqlen_k // QUANT_ROWS)
+        n_k = n_v = shape.batch * shape.nheads_k * blocks_k
+        n_q = shape.batch * shape.nheads * blocks_q
+        if recipe.qk == "bf16":
+            n_q = n_k = 0
+        counts = (n_q, n_k, shape.nheads, shape.nheads_k, blocks_q, blocks_k)
+        common = {
+            "VARLEN": shape.varlen, "HEAD_DIM": shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
+            "BLOCK_D": shape.block_d, "BLOCK_DV": shape.block_dv, "QUANT_ROWS": QUANT_ROWS,
+            "num_warps": 8 if self.arch.warp_size == 32 else 4,
+        }  # fmt: skip
+        inputs = (*strides_of(q), *strides_of(k), *strides_of(v))
+        cu_seqlens = (self.cu_seqlens_q, self.cu_seqlens_k)
+        lengths = (shape.seqlen_q, shape.seqlen_k)
+        amax = None
+        if granularity in ("head", "tensor"):
+            amax = self._empty(n_q + n_k + n_v, like=q)
+            args: tuple = (q, k, v, amax, *cu_seqlens, *inputs, *counts, *lengths)
+            start(block_amax, (n_q + n_k + n_v,), args, common, self.compile_only)
+        statistics = self._statistics(q, k, counts, common)
+        batch = 1 if shape.varlen else shape.batch
+        row_shift = col_bias = None
+        if recipe.k_mean and self.row_shift:
+            row_shift = self._empty(batch * shape.nheads, shape.rows8_q, like=q)
+        if recipe.q_mean:
+            col_bias = self._empty(batch * shape.nheads, shape.rows8_k, like=q)
+        args = (q, k, v, *x8, *descales, amax, *statistics, row_shift, col_bias, self.qk_scale, *cu_seqlens, *inputs)
+        constants = common | {
+            "QK": recipe.qk != "bf16",
+            "QK_TOP": INT8_MAX if recipe.qk == "int8" else FP8_MAX[self.arch.fp8_format],
+            "V_TOP": FP8_MAX[self.arch.fp8_format], "GRANULARITY": granularity, "V_TRANSPOSED": self.arch.v_k_major,
+            "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
+            "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
+        }  # fmt: skip
+        args += (*counts, shape.rows8_q, shape.rows8_k, *lengths)
+        start(quantize, (n_q + n_k + n_v,), args, constants, self.compile_only)
+        return self._operands(q, k, x8, given or descales, granularity, row_shift, col_bias)
+
+    def _operands(self, q, k, x8, descales, granularity: str, row_shift, col_bias) -> Operands:
+        q8, k8, v8 = x8
+        block = granularity == "block"
+        per_head = (self.shape.rows8_q // QUANT_ROWS, self.shape.rows8_k // QUANT_ROWS) if block else (1, 1)
+        quantised = q8 is not None
+        return Operands(
+            q8 if quantised else q,
+            k8 if quantised else k,
+            v8,
+            _buffer_strides(q8) if quantised else strides_of(q),
+            _buffer_strides(k8) if quantised else strides_of(k),
+            _buffer_strides(v8),
+            descales=descales,
+            descale_strides=(0, 0) if granularity == "tensor" else per_head,
+            row_shift=row_shift,
+            col_bias=col_bias,
+            qk_quantised=quantised,
+            v_quantised=True,
+            block_scales=block,
+            p_offset=p_offset(self.recipe, self.arch.fp8_format),
+            v_transposed=self.arch.v_k_major,
+        )
+
+
+def _buffer_strides(x8: torch.Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) of a (batch, heads, rows, width) buffer; the row is a channel if V is stored transposed.
+
+    With varlen the batch axis is folded into the rows: its stride is 0, whatever b is.
+    """
+    return 0 if x8.shape[0] == 1 else x8.stride(0), x8.stride(2), x8.stride(1)
+
+
+def _layout(x: torch.Tensor, strides: tuple[int, int, int], heads: int, width: int) -> int:
+    """How one 2-D descriptor can reach every head: 1 heads are columns, 2 heads are rows, 0 not at all."""
+    b, row, head = strides
+    aligned = all(s * x.element_size() % 16 == 0 for s in strides) and x.data_ptr() % 16 == 0
+    if not aligned or row <= 0 or b % row or width & (width - 1) or width < 16:
+        return 0
+    if (heads - 1) * head + width <= row:
+        return 1
+    return 2 if head % row == 0 else 0
+
+
+def _descriptor(x, strides, sizes, width: int, block: list[int]):
+    """(descriptor or x, strides in its units, layout); sizes are (batch, rows of a head, heads)."""
+    (b, row, head), (batch, rows, heads) = strides, sizes
+    layout = _layout(x, strides, heads, width)
+    if not layout:
+        return x, strides, 0
+    in_rows = head // row if layout == 2 else 0
+    total = (batch - 1) * (b // row) + (heads - 1) * in_rows + rows
+    columns = row if layout == 1 else width
+    units = (b // row, row, in_rows if layout == 2 else head)
+    return TensorDescriptor(x, [total, columns], [row, 1], block), units, layout
+
+
+def as_descriptors(ops: Operands, config: AttentionConfig, shape: Shape) -> Operands:
+    """The same operands with K and V as tensor descriptors, each where its layout allows it."""
+    batch = 1 if shape.varlen else shape.batch
+    rows = shape.total_k if shape.varlen else shape.seqlen_k
+    sizes = (batch, shape.rows8_k if ops.qk_quantised else rows, shape.nheads_k)
+    width = shape.block_d if ops.qk_quantised else shape.head_dim
+    k, strides_k, k_layout = _descriptor(ops.k, ops.strides_k, sizes, width, [config.BLOCK_N, shape.block_d])
+    if ops.v_transposed:
+        sizes, width, block = (batch, shape.block_dv, shape.nheads_k), shape.rows8_k, [shape.block_dv, config.BLOCK_N]
+        total = batch * shape.nheads_k * shape.block_dv
+        v, strides_v, v_layout = TensorDescriptor(ops.v, [total, width], [width, 1], block), ops.strides_v, 2
+        strides_v = (strides_v[0] // width, width, strides_v[2] // width)
+    else:
+        sizes = (batch, shape.rows8_k if ops.v_quantised else rows, shape.nheads_k)
+        width = shape.block_dv if ops.v_quantised else shape.head_dim_v
+        v, strides_v, v_layout = _descriptor(ops.v, ops.strides_v, sizes, width, [config.BLOCK_N, shape.block_dv])
+    return ops._replace(
+        k=k, v=v, strides_k=strides_k, strides_v=strides_v, k_descriptor=k_layout, v_descriptor=v_layout
+    )

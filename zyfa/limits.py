@@ -1,0 +1,120 @@
+"""What a device cannot run at all: the one statement of hard limits, for lookup, search and verify.
+
+Whether a config is worth trying is another question (zyfa.tuner.space). Nothing here rejects a config that runs: the
+LDS estimate is a lower bound that was compared with 300 compiled kernels (tests/test_limits.py keeps some of them).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .archs import ARCHS, Arch
+from .config import AttentionConfig, AttentionKey, octave
+from .recipes import QUANT_ROWS, RECIPES
+
+SCHED_STRATEGIES = ("", "max-ilp", "max-memory-clause", "iterative-ilp", "iterative-minreg", "iterative-maxocc")
+AMD_DEFAULTS = {"waves_per_eu": 0, "matrix_instr_nonkdim": 0, "async_copy": -1, "sched_strategy": ""}
+NVIDIA_DEFAULTS = {"maxnreg": 0, "tensor_descriptors": False}
+
+
+def lds_bytes(config: AttentionConfig, key: AttentionKey, arch: str) -> int:
+    """Bytes of shared memory that a program of this config surely needs; compiled code adds up to 5 % of padding."""
+    qk_size, v_size = operand_bytes(config)
+    k_tile = config.BLOCK_N * max(16, octave(key.head_dim)) * qk_size
+    v_tile = config.BLOCK_N * max(16, octave(key.head_dim_v)) * v_size
+    q_tile = config.BLOCK_M * max(16, octave(key.head_dim)) * qk_size
+    if ARCHS[arch].vendor == "nvidia":
+        return _hopper_bytes(config, k_tile, v_tile, q_tile)
+    tiles = _gfx_buffers(config, arch, v_size == 1) * (k_tile + v_tile)
+    if config.async_copy == 1 and v_size == 2 and config.num_stages > 1:
+        tiles += tiles * 28 // 1024  # rows are padded against bank conflicts; less than that was never seen
+    # Without buffers one tile at a time passes through LDS, and so does Q on its way to the registers.
+    return max(q_tile, k_tile, v_tile, tiles + _gfx_p_bytes(config, v_size))
+
+
+def operand_bytes(config: AttentionConfig) -> tuple[int, int]:
+    """Bytes of one element of Q and K, and of P and V, as the matrix units read them."""
+    if config.recipe == "none":
+        return 2, 2
+    return (2 if RECIPES[config.recipe].qk == "bf16" else 1), 1
+
+
+def _hopper_bytes(config: AttentionConfig, k_tile: int, v_tile: int, q_tile: int) -> int:
+    """WGMMA (64 rows, four warps at least) reads Q, K and V from shared memory; smaller tiles keep Q in registers."""
+    q_shared = q_tile if config.BLOCK_M >= 64 and config.num_warps >= 4 else 0
+    tiles = max(k_tile, v_tile) if config.num_stages == 1 else config.num_stages * (k_tile + v_tile)
+    return q_shared + tiles
+
+
+def _gfx_buffers(config: AttentionConfig, arch: str, bits8: bool) -> int:
+    """K and V buffers of the software pipeline: one less than stages if the newest tile waits in registers.
+
+    From four stages on a chained-dot schedule with one buffer (two with async copy) may replace it.
+    """
+    is_async = config.async_copy == 1 and arch == "gfx950"
+    if config.num_stages >= 4 and not (bits8 and arch == "gfx950"):
+        return 2 if is_async else 1
+    if config.num_stages == 1:
+        return 0
+    return config.num_stages if is_async else config.num_stages - 1
+
+
+def _gfx_p_bytes(config: AttentionConfig, size: int) -> int:
+    """P crosses waves through LDS when a wave owns fewer rows than one 32-row MFMA."""
+    split = 32 * config.num_warps > config.BLOCK_M and config.matrix_instr_nonkdim != 16
+    return config.BLOCK_M * config.BLOCK_N * size if split and config.num_stages > 1 else 0
+
+
+class Limit(NamedTuple):
+    """One hard limit; `holds` is false for a config that cannot run."""
+
+    name: str
+    holds: Callable[[AttentionConfig, AttentionKey, Arch], bool]
+
+
+def _power_of_two(n: int, lo: int, hi: int) -> bool:
+    return lo <= n <= hi and n & (n - 1) == 0
+
+
+def _has_defaults(config: AttentionConfig, defaults: dict) -> bool:
+    return all(getattr(config, name) == value for name, value in defaults.items())
+
+
+def knows_sched_strategy() -> bool:
+    """Whether the installed Triton takes sched_strategy (from 3.8 on; there async copy is also gfx950's default)."""
+    import triton  # late: only rows that use the option need to know the version
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8)
+
+
+LIMITS = (
+    Limit("BLOCK_M is a power of two from 16 to 256", lambda c, k, a: _power_of_two(c.BLOCK_M, 16, 256)),
+    # Keys of one tile share a scale, so a tile must not straddle two blocks of QUANT_ROWS.
+    Limit("BLOCK_N is a power of two from 16 to 128", lambda c, k, a: _power_of_two(c.BLOCK_N, 16, QUANT_ROWS)),
+    Limit("num_warps is 1, 2, 4 or 8", lambda c, k, a: _power_of_two(c.num_warps, 1, 8)),
+    Limit("num_stages is 1 to 5", lambda c, k, a: 1 <= c.num_stages <= 5),
+    Limit("head_group is not negative", lambda c, k, a: c.head_group >= 0),
+    Limit("recipe is known", lambda c, k, a: c.recipe == "none" or c.recipe in RECIPES),
+    Limit("recipe is none for bf16 and fp16 only", lambda c, k, a: (c.recipe == "none") == (k.dtype != "fp8")),
+    Limit("AMD knobs stay at their defaults", lambda c, k, a: a.vendor == "amd" or _has_defaults(c, AMD_DEFAULTS)),
+    Limit(
+        "NVIDIA knobs stay at their defaults", lambda c, k, a: a.vendor == "nvidia" or _has_defaults(c, NVIDIA_DEFAULTS)
+    ),
+    Limit("waves_per_eu is 0 to 8", lambda c, k, a: 0 <= c.waves_per_eu <= 8),
+    Limit("matrix_instr_nonkdim is 0, 16 or 32", lambda c, k, a: c.matrix_instr_nonkdim in (0, 16, 32)),
+    Limit("async_copy is -1, 0 or 1", lambda c, k, a: c.async_copy in (-1, 0, 1)),
+    Limit("sched_strategy is known", lambda c, k, a: c.sched_strategy in SCHED_STRATEGIES),
+    Limit("sched_strategy needs Triton 3.8", lambda c, k, a: not c.sched_strategy or knows_sched_strategy()),
+    Limit(
+        "maxnreg is 0 or a multiple of 8 from 24 to 255",
+        lambda c, k, a: c.maxnreg == 0 or (24 <= c.maxnreg <= 255 and c.maxnreg % 8 == 0),
+    ),
+    # An 8-bit dot sums at least 32 products on NVIDIA: over keys for P V.
+    Limit("FP8 needs BLOCK_N >= 32", lambda c, k, a: a.vendor == "amd" or k.dtype != "fp8" or c.BLOCK_N >= 32),
+    Limit("K and V tiles fit in shared memory", lambda c, k, a: lds_bytes(c, k, a.name) <= a.lds_bytes),
+)
+
+
+def broken_limit(config: AttentionConfig, key: AttentionKey, arch: str) -> str | None:
+    """Name of the first hard limit of arch ("gfx950", "gfx942" or "sm90") that config breaks for key; else None."""
+    facts = ARCHS[arch]
+    return next((limit.name for limit in LIMITS if not limit.holds(config, key, facts)), None)

@@ -1,0 +1,82 @@
+"""The low-precision recipes as data: what is done to Q, K, V and P before the matrix units see them.
+
+The arithmetic lives in kernels/quantize.py (GPU) and reference.py (CPU emulation of the same steps). What cuts the
+error on real activations is what happens to Q and K *before* they are rounded, not the granularity of their scales:
+e4m3 keeps three mantissa bits whatever its scale.
+"""
+
+import functools
+from dataclasses import dataclass
+
+QUANT_ROWS = 128  # rows that share a scale at granularity "block"; one quantiser program handles one such block
+
+FP8_MAX = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
+INT8_MAX = 127.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to run attention in low precision. V and P are FP8 in all of them.
+
+    qk: what Q and K become: "e4m3", "int8", or "bf16" (their own dtype, not quantised at all).
+    granularity: which elements share one fp32 scale: "tensor" (all), "head" (one batch entry and head) or "block"
+    (QUANT_ROWS consecutive rows of one head; the one that needs no pass over the data for its scales).
+    k_mean: K minus its mean over the tokens. Exact: it moves all logits of a row alike, which the softmax ignores.
+    q_mean: Q minus its mean over the tokens of the head; the logits that this takes away, one number per head and key,
+    are added back exactly.
+    equalise: channel c of Q times s_c and of K by s_c, s_c = sqrt(rms k_c / rms q_c), so that both use their range.
+    hadamard: Q and K times one orthogonal +-1 matrix, which spreads outlier channels over all and cancels in Q K^T.
+    p_offset: P is kept as 2**p_offset times its value. It rides in the exponent of exp2, so numerator and row sum
+    carry it alike and it cancels; 8 keeps P <= 256 under e4m3's maximum of 448.
+
+    worst_error: the largest relative error of the output over five samples of real activations (512 tokens, causal,
+    against float64; tests/test_recipes.py recomputes it). What a recipe can do to a layer, not what it usually does.
+
+    Means, equalising and rotation go with granularity "block": their statistics cost one pass, scales of a whole head
+    or tensor after them would cost another.
+    """
+
+    name: str
+    worst_error: float
+    qk: str = "e4m3"
+    granularity: str = "block"
+    k_mean: bool = False
+    q_mean: bool = False
+    equalise: bool = False
+    hadamard: bool = False
+    p_offset: int = 8
+
+
+def _all() -> tuple[Recipe, ...]:
+    k = functools.partial(Recipe, k_mean=True)
+    kq = functools.partial(Recipe, k_mean=True, q_mean=True)
+    return (
+        Recipe("tensor", 0.581, granularity="tensor", p_offset=0),  # as peers ship it: P unscaled
+        Recipe("head", 0.539, granularity="head"),
+        Recipe("block", 0.576),
+        k("block-kmean", 0.103),
+        k("block-kmean-hadamard", 0.497, hadamard=True),
+        kq("block-kmean-qmean", 0.046),
+        kq("block-kmean-qmean-hadamard", 0.163, hadamard=True),
+        kq("block-kmean-qmean-equalise-hadamard", 0.042, equalise=True, hadamard=True),
+        k("int8-kmean", 0.279, qk="int8"),
+        k("int8-kmean-hadamard", 0.111, qk="int8", hadamard=True),
+        k("int8-kmean-equalise-hadamard", 0.029, qk="int8", equalise=True, hadamard=True),
+        Recipe("bf16qk", 0.025, qk="bf16"),
+    )
+
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _all()}
+
+# What `precision="fp8:<preset>"` means; per_tensor is the baseline that every cut is stated against.
+PRESETS: dict[str, str] = {
+    "per_tensor": "tensor",
+    "fast": "int8-kmean",
+    "balanced": "int8-kmean-equalise-hadamard",
+    "accurate": "bf16qk",
+}
+
+
+def p_offset(recipe: Recipe, fp8_format: str) -> int:
+    """The recipe's P offset, less where the format's range is shorter (fnuz: 240)."""
+    return min(recipe.p_offset, int(FP8_MAX[fp8_format]).bit_length() - 1)
