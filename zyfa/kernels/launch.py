@@ -1,6 +1,7 @@
-"""From checked tensors and a config to launches: options, grids and the arguments of the attention kernel."""
+"""From checked tensors and a config to launches: options, grids, the arguments of the attention kernel, and replays."""
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -9,9 +10,12 @@ from ..archs import ARCHS, Arch
 from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
-from .operands import Operands, Quantiser, Shape, as_descriptors, plain, shape_of, start, strides_of
+from .operands import Operands, Quantiser, Shape, as_descriptors, plain, shape_of, strides_of
+from .replay import Compiler, Plan, Recorder
 
 LOG2E = 1.4426950408889634
+MAX_PLANS = 4096  # recorded call signatures; beyond, as with ever new lengths, all are forgotten
+_plans: dict[tuple, Plan] = {}
 
 
 def _options(config: AttentionConfig, arch: Arch) -> dict:
@@ -58,7 +62,7 @@ def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch,
 
 def prepare_operands(
     q, k, v, *, config: AttentionConfig, arch: Arch, qk_scale: float, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, descales=None, row_shift=False, compile_only=False,
+    max_seqlen_q=None, max_seqlen_k=None, descales=None, row_shift=False, launcher: Compiler | Recorder,
 ) -> tuple[Operands, Shape]:  # fmt: skip
     """What the attention kernel reads: quantised as the config's recipe says, as descriptors if the config says so."""
     shape = shape_of(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
@@ -67,7 +71,7 @@ def prepare_operands(
     else:
         # FP8 inputs carry no means and no rotation: only the plain recipe describes them
         recipe = RECIPES["head" if descales else config.recipe]
-        run = Quantiser(shape, recipe, arch, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, compile_only)
+        run = Quantiser(shape, recipe, arch, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, launcher)
         ops = run.run(q, k, v, descales)
     return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape
 
@@ -75,24 +79,53 @@ def prepare_operands(
 def attention_forward(
     q, k, v, *, config: AttentionConfig, arch: str, causal=False, softmax_scale=None, window_size=(-1, -1), softcap=0.0,
     sink=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    descales=None, out=None, return_lse=False, compile_only=False,
+    descales=None, out=None, return_lse=False,
 ):  # fmt: skip
     """Attention of checked inputs with a given config: (out, lse or None), launched on the current stream.
 
     q (batch, seqlen_q, nheads, head_dim), k, v (batch, seqlen_k, nheads_k, head_dim[_v]) bf16, fp16 or FP8; with
     cu_seqlens (int32, batch + 1): (total, nheads, head_dim). descales: fp32 (batch, nheads), (batch, nheads_k) twice,
     for FP8 inputs. config.recipe says how bf16/fp16 inputs are quantised. lse fp32 (batch, nheads, seqlen_q), natural.
-    compile_only: nothing runs; returns the compiled attention kernel of the active driver's target.
     """
+    out, lse = _outputs(q, v, out, return_lse, cu_seqlens_q)
+    inputs = (q, k, v, out, lse, sink, cu_seqlens_q, cu_seqlens_k, *(descales or (None, None, None)))
+    window = (window_size[0], 0 if causal else window_size[1])
+    fixed = (config, arch, softmax_scale, window, softcap, max_seqlen_q, max_seqlen_k)
+    signature = (*fixed, q.device, *(None if x is None else _layout(x) for x in inputs))
+    plan = _plans.get(signature)
+    if plan is not None:
+        plan.run(inputs, q.device)
+        return out, lse
+    recorder = Recorder()
+    _start(recorder, inputs, *fixed)
+    if recorder.replayable:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[signature] = Plan(recorder.launches, inputs)
+    return out, lse
+
+
+def _layout(x: torch.Tensor) -> tuple:
+    """What the kernels are specialised on, and everything that their arguments hold, of one tensor."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
+
+
+def _start(
+    launcher: Compiler | Recorder, inputs: Sequence, config: AttentionConfig, arch: str,
+    softmax_scale, window, softcap, max_seqlen_q, max_seqlen_k,
+):  # fmt: skip
+    """Start the quantisers and the attention kernel; returns what the launcher made of the latter.
+
+    inputs: q, k, v, out, lse, sink, cu_seqlens_q, cu_seqlens_k and the three descales, None where absent.
+    """
+    q, k, v, out, lse, sink, cu_seqlens_q, cu_seqlens_k, *descales = inputs
     facts = ARCHS[arch]
     scale = (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) * LOG2E
     ops, shape = prepare_operands(
         q, k, v, config=config, arch=facts, qk_scale=scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, descales=descales,
-        row_shift=return_lse or softcap > 0.0 or sink is not None, compile_only=compile_only,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, descales=None if descales[0] is None else descales,
+        row_shift=lse is not None or softcap > 0.0 or sink is not None, launcher=launcher,
     )  # fmt: skip
-    out, lse = _outputs(q, shape, out, return_lse)
-    window = (window_size[0], 0 if causal else window_size[1])
     num_m_blocks = -(-shape.seqlen_q // config.BLOCK_M)
     batch_heads = shape.batch * shape.nheads
     args = (
@@ -103,19 +136,18 @@ def attention_forward(
     )  # fmt: skip
     constants = _constants(ops, shape, config, facts, window, softcap, sink, lse) | _options(config, facts)
     with _async_copy(config):
-        compiled = start(attn_fwd, (num_m_blocks * batch_heads,), args, constants, compile_only)
-    return compiled if compile_only else (out, lse)
+        return launcher.start(attn_fwd, (num_m_blocks * batch_heads,), args, constants)
 
 
-def _outputs(q, shape: Shape, out, return_lse: bool):
+def _outputs(q, v, out, return_lse: bool, cu_seqlens_q):
     """The output tensor, bf16 for FP8 inputs, and the lse if asked for."""
     if out is None:
         dtype = torch.bfloat16 if q.element_size() == 1 else q.dtype
-        out = torch.empty((*q.shape[:-1], shape.head_dim_v), dtype=dtype, device=q.device)
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
     if not return_lse:
         return out, None
-    size = (shape.nheads, shape.total_q) if shape.varlen else (shape.batch, shape.nheads, shape.seqlen_q)
-    return out, torch.empty(size, dtype=torch.float32, device=q.device)
+    batch = () if cu_seqlens_q is not None else q.shape[:1]
+    return out, torch.empty((*batch, q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)
 
 
 def compile_for(key: AttentionKey, config: AttentionConfig, arch: str):
@@ -128,7 +160,7 @@ def compile_for(key: AttentionKey, config: AttentionConfig, arch: str):
     q = torch.empty((key.batch, key.seqlen_q, key.nheads, key.head_dim), dtype=dtype, device="meta")
     k = torch.empty((key.batch, key.seqlen_k, key.nheads_k, key.head_dim), dtype=dtype, device="meta")
     v = torch.empty((key.batch, key.seqlen_k, key.nheads_k, key.head_dim_v), dtype=dtype, device="meta")
-    window = (key.seqlen_k // 2, -1) if key.window_class == "local" else (-1, -1)
-    return attention_forward(
-        q, k, v, config=config, arch=arch, causal=key.causal, window_size=window, compile_only=True
-    )
+    out, _ = _outputs(q, v, None, False, None)
+    left = key.seqlen_k // 2 if key.window_class == "local" else -1
+    window = (left, 0 if key.causal else -1)
+    return _start(Compiler(), (q, k, v, out, *(None,) * 7), config, arch, None, window, 0.0, None, None)

@@ -9,6 +9,7 @@ from ..archs import Arch
 from ..config import AttentionConfig, octave
 from ..recipes import FP8_MAX, INT8_MAX, QUANT_ROWS, Recipe, p_offset
 from .quantize import block_amax, column_statistics, column_sums, quantize
+from .replay import Compiler, Recorder
 
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 CHANNELS = 16  # of one program that turns sums into means: a KV head is spread over several programs
@@ -90,20 +91,13 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     return (0, s[0], s[1]) if x.ndim == 3 else (s[0], s[1], s[2])
 
 
-def start(kernel, grid: tuple[int, ...], args: tuple, constants: dict, compile_only: bool):
-    """Launch, or only compile for the active driver's target and return what was compiled."""
-    if compile_only:
-        return kernel.warmup(*args, grid=grid, **constants)
-    return kernel[grid](*args, **constants)
-
-
 def plain(q, k, v) -> Operands:
     """The inputs as they are."""
     return Operands(q, k, v, strides_of(q), strides_of(k), strides_of(v))
 
 
 class Quantiser(NamedTuple):
-    """One quantising run: what to do, where, and whether to run it at all."""
+    """One quantising run: what to do, where, and by whom its kernels are started."""
 
     shape: Shape
     recipe: Recipe
@@ -112,7 +106,7 @@ class Quantiser(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     qk_scale: float = 1.0  # softmax_scale * log2(e): corrections are written in the kernel's units
     row_shift: bool = False  # are the true logits of a row needed (lse, softcap, sink)?
-    compile_only: bool = False
+    launcher: Compiler | Recorder = Compiler()
 
     def _empty(self, *size: int, dtype=torch.float32, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
@@ -156,13 +150,13 @@ class Quantiser(NamedTuple):
         args: tuple = (q, k, q_sums, k_sums, *cu_seqlens, *strides_of(q), *strides_of(k))
         args += (heads_q * CHUNKS, heads_k * CHUNKS, *counts[2:], *lengths)
         constants = {n: v for n, v in common.items() if n not in ("HEAD_DIM_V", "BLOCK_DV")} | {"CHUNKS": CHUNKS}
-        start(column_sums, ((heads_q + heads_k) * CHUNKS,), args, constants, self.compile_only)
+        self.launcher.start(column_sums, ((heads_q + heads_k) * CHUNKS,), args, constants)
         args = (q_sums, k_sums, *out, *cu_seqlens, shape.nheads_k, shape.nheads // shape.nheads_k, *lengths)
         constants = {
             "VARLEN": shape.varlen, "BLOCK_D": width, "CHUNKS": CHUNKS, "CHANNELS": CHANNELS, "HAS_Q": needs_q,
             "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
         }  # fmt: skip
-        start(column_statistics, (heads_k, width // CHANNELS), args, constants, self.compile_only)
+        self.launcher.start(column_statistics, (heads_k, width // CHANNELS), args, constants)
         return tuple(out)
 
     def run(self, q, k, v, given=None) -> Operands:
@@ -189,7 +183,7 @@ class Quantiser(NamedTuple):
         if granularity in ("head", "tensor"):
             amax = self._empty(n_q + n_k + n_v, like=q)
             args: tuple = (q, k, v, amax, *cu_seqlens, *inputs, *counts, *lengths)
-            start(block_amax, (n_q + n_k + n_v,), args, common, self.compile_only)
+            self.launcher.start(block_amax, (n_q + n_k + n_v,), args, common)
         statistics = self._statistics(q, k, counts, common)
         batch = 1 if shape.varlen else shape.batch
         row_shift = col_bias = None
@@ -206,7 +200,7 @@ class Quantiser(NamedTuple):
             "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
         }  # fmt: skip
         args += (*counts, shape.rows8_q, shape.rows8_k, *lengths)
-        start(quantize, (n_q + n_k + n_v,), args, constants, self.compile_only)
+        self.launcher.start(quantize, (n_q + n_k + n_v,), args, constants)
         return self._operands(q, k, x8, given or descales, granularity, row_shift, col_bias)
 
     def _operands(self, q, k, x8, descales, granularity: str, row_shift, col_bias) -> Operands:
