@@ -2,6 +2,8 @@
 
 import torch
 
+from zyfa.config import AttentionConfig
+from zyfa.kernels.launch import attention_forward
 from zyfa.reference import attention_ref, emulate, relative_error
 
 
@@ -36,3 +38,18 @@ def assert_correct(out, q, k, v, recipe="none", arch="gfx950", **same):
     error, bound = relative_error(out, ref), factor * relative_error(base, ref)
     assert error <= bound, f"error {error:.3e} exceeds {factor} x the plain error: {bound:.3e}"
     return error
+
+
+def varlen(lengths_q, lengths_k) -> dict:
+    """The arguments of a packed batch of these lengths."""
+    offsets = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)]
+    longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    return {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], **longest}
+
+
+def interpreted(interpret, q, k, v, recipe="none", arch="gfx950", BLOCK_M=64, BLOCK_N=32, out=None, **same):
+    """(out, lse) of the real kernels, into an output full of NaN so that a row nobody writes shows."""
+    config = AttentionConfig(BLOCK_M, BLOCK_N, 4, 1, recipe=recipe)
+    dtype = torch.bfloat16 if q.element_size() == 1 else q.dtype
+    out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype) if out is None else out
+    return interpret(attention_forward, q, k, v, config=config, arch=arch, out=out, return_lse=True, **same)

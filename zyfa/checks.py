@@ -1,16 +1,21 @@
 """What a call may look like: each rule raises before any launch, with the argument, what it got, what is accepted."""
 
+import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from .config import AttentionKey
-from .recipes import PRESETS
+from .recipes import PRESETS, QUANT_ROWS
 
 HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8 = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e4m3fnuz: "e4m3fnuz"}
 PRECISIONS = ("auto", "bf16", "fp8", *(f"fp8:{name}" for name in PRESETS))
 MAX_HEAD_DIM = 256
+# Bases of tiles are 64-bit sums, offsets inside a tile of up to 256 rows (or channels) are 32-bit products.
+MAX_ROW_STRIDE = 2**31 // 256
+UNLIMITED = 2**30  # a window of this many keys sees all of them, and positions plus it stay 32-bit numbers
 
 
 class Call(NamedTuple):
@@ -40,6 +45,8 @@ def _check_tensors(q, k, v, varlen: bool) -> None:
         _require(x.device == q.device, f"q, k and v must be on one device; {name} is on {x.device}, q on {q.device}")
         contiguous = x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
         _require(contiguous, f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
+        near = x.shape[-3] <= 1 or x.stride(-3) <= MAX_ROW_STRIDE
+        _require(near, f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got strides {x.stride()}")
 
 
 def _check_shapes(q, k, v, varlen: bool) -> None:
@@ -62,22 +69,38 @@ def _check_shapes(q, k, v, varlen: bool) -> None:
         )
 
 
-def _max_seqlen(name: str, cu_seqlens, x, given: int | None) -> int:
-    """The longest sequence: as given, read from the device, or (while capturing a graph) the safe upper bound."""
+def _check_offsets(name: str, cu_seqlens, x) -> None:
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"cu_seqlens_{name} must be a 1-D int32 tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
         got = f"{cu_seqlens.ndim}-D {cu_seqlens.dtype}"
         raise TypeError(f"cu_seqlens_{name} must be a 1-D int32 tensor, got {got}")
-    _require(cu_seqlens.shape[0] >= 2, f"cu_seqlens_{name} must hold batch + 1 offsets, got {cu_seqlens.shape[0]}")
     _require(cu_seqlens.device == x.device, f"cu_seqlens_{name} must be on {x.device}, got {cu_seqlens.device}")
+    enough = cu_seqlens.shape[0] >= (2 if x.shape[0] else 1)
+    _require(enough, f"cu_seqlens_{name} must hold batch + 1 offsets, got {cu_seqlens.shape[0]}")
+
+
+def _max_seqlen(name: str, cu_seqlens, x, given: int | None) -> int:
+    """The longest sequence, at least 1: as given, read from the offsets, or (capturing a graph) the safe upper bound.
+
+    Offsets are looked at where that needs no waiting for a GPU, or has to be done anyway.
+    """
+    _check_offsets(name, cu_seqlens, x)
     total = x.shape[0]
-    if given is not None:
-        _require(given >= 0, f"max_seqlen_{name} must be at least 0, got {given}")
-        return min(int(given), total)
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return total
-    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    _require(given is None or given >= 0, f"max_seqlen_{name} must be at least 0, got {given}")
+    if cu_seqlens.is_cuda and (given is not None or torch.cuda.is_current_stream_capturing()):
+        return max(1, total if given is None else min(int(given), total))
+    offsets = cu_seqlens.tolist()
+    ascending = offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= total
+    _require(ascending, f"cu_seqlens_{name} must ascend from 0 to at most {total}, got {_spelled(offsets)}")
+    longest = max((b - a for a, b in pairwise(offsets)), default=0)
+    enough = given is None or given >= longest
+    _require(enough, f"max_seqlen_{name} must be at least the longest sequence, {longest}, got {given}")
+    return max(1, longest)
+
+
+def _spelled(offsets: list[int]) -> str:
+    return str(offsets) if len(offsets) <= 8 else f"{str(offsets[:8])[:-1]}, ...]"
 
 
 def _window(causal: bool, window_size) -> tuple[int, int]:
@@ -88,13 +111,21 @@ def _window(causal: bool, window_size) -> tuple[int, int]:
             f"window_size must be two integers (left, right), -1 for unlimited, got {window_size!r}"
         ) from None
     _require(left >= -1 and right >= -1, f"window_size must be at least -1 on both sides, got {window_size!r}")
-    return left, 0 if causal else right
+    return min(left, UNLIMITED), 0 if causal else min(right, UNLIMITED)
 
 
 def _check_out(out, shape: tuple[int, ...], dtype: torch.dtype, device) -> None:
     matches = tuple(out.shape) == shape and out.dtype == dtype and out.device == device and out.stride(-1) == 1
     wanted = f"{shape} of {dtype} on {device} with a contiguous last dimension"
     _require(matches, f"out must be {wanted}, got {tuple(out.shape)} of {out.dtype} on {out.device}")
+
+
+def _check_sink(sink, nheads: int, device) -> None:
+    if not sink.is_floating_point():
+        raise TypeError(f"sink must hold floating-point logits, got {sink.dtype}")
+    got = f"{tuple(sink.shape)} with strides {sink.stride()} on {sink.device}"
+    matches = tuple(sink.shape) == (nheads,) and sink.is_contiguous() and sink.device == device
+    _require(matches, f"sink must have shape ({nheads},), contiguous, on {device}; got {got}")
 
 
 def _check_precision(precision: str, q, descales) -> None:
@@ -116,7 +147,7 @@ def _varlen_sizes(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) 
 
 def check_call(
     q, k, v, *, causal, window_size, softcap, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    descales, precision, out,
+    descales, precision, out, softmax_scale=None,
 ) -> Call:  # fmt: skip
     """The checked call, or ValueError/TypeError."""
     varlen = cu_seqlens_q is not None
@@ -125,11 +156,12 @@ def check_call(
     _check_shapes(q, k, v, varlen)
     _check_precision(precision, q, descales)
     left, right = _window(causal, window_size)
-    _require(softcap >= 0.0, f"softcap must be at least 0 (0 is off), got {softcap}")
+    _require(0.0 <= softcap < math.inf, f"softcap must be at least 0 (0 is off) and finite, got {softcap}")
+    positive = softmax_scale is None or 0.0 < softmax_scale < math.inf
+    _require(positive, f"softmax_scale must be positive and finite, got {softmax_scale}")
     nheads, head_dim = q.shape[-2:]
     if sink is not None:
-        got = f"{tuple(sink.shape)} on {sink.device}"
-        _require(sink.shape == (nheads,) and sink.device == q.device, f"sink must have shape ({nheads},), got {got}")
+        _check_sink(sink, nheads, q.device)
     given_fp8 = q.dtype in FP8
     if out is not None:
         _check_out(out, (*q.shape[:-1], v.shape[-1]), torch.bfloat16 if given_fp8 else q.dtype, q.device)
@@ -140,6 +172,9 @@ def check_call(
     dtype = "fp8" if given_fp8 or precision.startswith("fp8") else HALF[q.dtype]
     window_class = "local" if left >= 0 or (right >= 0 and not causal) else "none"
     key = AttentionKey(dtype, head_dim, v.shape[-1], nheads, v.shape[-2], *sizes, bool(causal), window_class)
+    if dtype == "fp8":  # the rows of one head in the quantised buffers, each sequence rounded up to QUANT_ROWS
+        rows = max(q.shape[-3], k.shape[-3]) + sizes[0] * QUANT_ROWS
+        _require(rows <= MAX_ROW_STRIDE, f"q and k must have at most {MAX_ROW_STRIDE} rows a head in FP8, got {rows}")
     preset = PRESETS[precision[4:]] if precision.startswith("fp8:") else None
     return Call(key, (left, right), preset, sizes[1], sizes[2])
 
@@ -149,6 +184,7 @@ def expand_descale(name: str, descale, batch: int, heads: int, device) -> torch.
     if descale is None:
         descale = 1.0
     if isinstance(descale, (int, float)):
+        _require(0.0 < descale < math.inf, f"{name} must be positive and finite, got {descale}")
         return torch.full((batch, heads), float(descale), dtype=torch.float32, device=device)
     if not isinstance(descale, torch.Tensor):
         raise TypeError(f"{name} must be a number or a tensor, got {type(descale).__name__}")

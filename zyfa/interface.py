@@ -27,21 +27,32 @@ def attention(
     """Prefill attention of q over k and v: out (batch, seqlen_q, nheads, head_dim_v), or (out, lse) with return_lse.
 
     q (batch, seqlen_q, nheads, head_dim), k (batch, seqlen_k, nheads_k, head_dim), v (batch, seqlen_k, nheads_k,
-    head_dim_v) in bfloat16, float16 or float8_e4m3fn, any strides with a contiguous last dimension; nheads is a
-    multiple of nheads_k, and query head h reads KV head h // (nheads // nheads_k). With cu_seqlens_q and cu_seqlens_k
-    (int32, batch + 1) the tensors are (total, nheads, head_dim); max_seqlen_* are read from the device when absent.
+    head_dim_v) in bfloat16, float16 or float8_e4m3fn, any strides with a contiguous last dimension (heads first:
+    pass x.transpose(1, 2)); nheads is a multiple of nheads_k, and query head h reads KV head h // (nheads // nheads_k).
+    Inputs are never written to.
 
-    causal and window_size (left, right; inclusive, -1 unlimited) are aligned to the bottom right. softmax_scale is
-    1 / sqrt(head_dim) unless given; softcap > 0 bounds the logits by softcap * tanh(s / softcap); sink (nheads, fp32)
-    is a logit per head without a key. A row that sees no key gives 0 and lse -inf.
+    With cu_seqlens_q and cu_seqlens_k (int32, batch + 1) the tensors are (total, nheads, head_dim). max_seqlen_* are
+    read from the offsets when absent, which waits for the GPU (but not in a graph capture, which takes the total).
+    Given, they are trusted: larger is slower, and where smaller than the longest sequence the rows behind (in FP8, the
+    whole sequence) come out as NaN; offsets on the CPU are checked. Rows of no sequence are left as they are.
+
+    causal and window_size (left, right; inclusive, -1 unlimited) are aligned to the bottom right: left=127 is what
+    models call a window of 128. softmax_scale is 1 / sqrt(head_dim) unless given; softcap > 0 bounds the logits by
+    softcap * tanh(s / softcap); sink (nheads, floating point) is a logit per head without a key. A row that sees no key
+    gives 0 and lse -inf, or the sink.
 
     precision: "auto" keeps the dtype of the inputs, "fp8" quantises them with the recipe of the tuned config,
     "fp8:per_tensor", "fp8:fast", "fp8:balanced", "fp8:accurate" with that preset, "bf16" never quantises. FP8 inputs
-    take q_descale (batch, nheads), k_descale, v_descale (batch, nheads_k), or numbers; 1.0 where absent.
+    take q_descale (batch, nheads), k_descale, v_descale (batch, nheads_k), one element, or numbers; 1.0 where absent.
     config: an AttentionConfig to use instead of the tuned one. The output has the dtype of the inputs (bfloat16 for
-    FP8), lse is fp32, natural log, (batch, nheads, seqlen_q) or (nheads, total_q).
+    FP8).
 
-    Raises ValueError or TypeError before any launch, naming the argument. CPU tensors run through zyfa.reference.
+    lse: fp32, natural log, (batch, nheads, seqlen_q) or (nheads, total_q): the log of what the output was divided by,
+    so a sink is part of it. Parts over disjoint keys merge with weights exp(lse) if the sink went to one of them only.
+
+    Raises ValueError, TypeError or, where gradients are asked for, NotImplementedError before any launch, naming the
+    argument. CPU tensors run through zyfa.reference. Capturing a graph needs one earlier call with the same arguments:
+    a first launch compiles and loads code, which a capture forbids.
     """
     if torch.compiler.is_compiling():
         return through_operator(
@@ -53,13 +64,13 @@ def attention(
     call = check_call(
         q, k, v, causal=causal, window_size=window_size, softcap=softcap, sink=sink, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        descales=(q_descale, k_descale, v_descale), precision=precision, out=out,
+        descales=(q_descale, k_descale, v_descale), precision=precision, out=out, softmax_scale=softmax_scale,
     )  # fmt: skip
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("attention is forward only: call it under torch.no_grad() or detach q, k and v")
+        raise NotImplementedError("attention is forward only: call it under torch.no_grad() or detach q, k and v")
     descales = _descales(q, call, q_descale, k_descale, v_descale) if q.dtype in FP8 else None
     if q.numel() == 0 or k.shape[-3] == 0:
-        return _without_keys(q, v, call, out, return_lse, varlen=cu_seqlens_q is not None)
+        return _without_keys(q, v, call, sink, out, return_lse, varlen=cu_seqlens_q is not None)
     same = {"causal": call.key.causal, "softmax_scale": softmax_scale, "window_size": call.window_size}
     same |= {"softcap": softcap, "sink": sink}
     if not q.is_cuda:
@@ -106,18 +117,22 @@ def _config_for(call: Call, config: AttentionConfig | None, device: Device) -> A
     return dataclasses.replace(config, recipe=call.preset) if call.preset else config
 
 
-def _without_keys(q, v, call: Call, out, return_lse: bool, varlen: bool):
-    """The result when there is no query or no key at all: zeros and -inf."""
+def _without_keys(q, v, call: Call, sink, out, return_lse: bool, varlen: bool):
+    """The result when there is no query or no key at all: zeros, and the sink or -inf."""
     if out is None:
         dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device=q.device)
     out.zero_()
-    shape = (call.key.nheads, q.shape[0]) if varlen else (q.shape[0], call.key.nheads, q.shape[1])
-    return (out, torch.full(shape, float("-inf"), device=q.device)) if return_lse else out
+    if not return_lse:
+        return out
+    nheads = call.key.nheads
+    shape = (nheads, q.shape[0]) if varlen else (q.shape[0], nheads, q.shape[1])
+    lse = torch.full(shape, float("-inf"), device=q.device)
+    return out, lse if sink is None else lse.copy_(sink[:, None])
 
 
 def _on_cpu(q, k, v, call: Call, config, descales, cu_seqlens_q, cu_seqlens_k, out, return_lse, same):
-    """The reference with the recipe's arithmetic, one sequence at a time for varlen."""
+    """The reference with the recipe's arithmetic, one sequence at a time for varlen; rows of no sequence stay."""
     recipe = call.preset or (config.recipe if config is not None else PRESETS["balanced"])
 
     def one(q, k, v, descales):
@@ -128,14 +143,16 @@ def _on_cpu(q, k, v, call: Call, config, descales, cu_seqlens_q, cu_seqlens_k, o
 
     if cu_seqlens_q is None:
         result, lse = one(q, k, v, descales)
-    else:
-        bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
-        parts = [
-            one(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], descales and tuple(d[i : i + 1] for d in descales))
-            for i, ((q0, q1), (k0, k1)) in enumerate(bounds)
-        ]
-        result, lse = torch.cat([o[0] for o, _ in parts]), torch.cat([x[0] for _, x in parts], 1)
-    out = result.contiguous() if out is None else out.copy_(result)
+        out = result.contiguous() if out is None else out.copy_(result)
+        return (out, lse) if return_lse else out
+    if out is None:
+        dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    lse = torch.empty(q.shape[1], q.shape[0])
+    bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
+        part = one(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], descales and tuple(d[i : i + 1] for d in descales))
+        out[q0:q1], lse[:, q0:q1] = part[0][0], part[1][0]
     return (out, lse) if return_lse else out
 
 
@@ -157,7 +174,9 @@ class Explanation:
 
 def explain(q, k, v, *, precision="auto", causal=False, window_size=(-1, -1), **same) -> Explanation:
     """What attention(q, k, v, ...) with the same arguments would run, and why; launches nothing."""
-    names = ("softcap", "sink", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "out")
+    names = (
+        "softcap", "sink", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "out", "softmax_scale"
+    )  # fmt: skip
     given = {name: same.get(name, 0.0 if name == "softcap" else None) for name in names}
     descales = tuple(same.get(f"{name}_descale") for name in "qkv")
     call = check_call(q, k, v, causal=causal, window_size=window_size, descales=descales, precision=precision, **given)

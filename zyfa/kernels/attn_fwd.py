@@ -12,9 +12,11 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # No V scale ratio between neighbouring blocks may blow the accumulator up to inf: |acc| <= 2**34 at 128k keys.
 MAX_RATIO: tl.constexpr = tl.constexpr(2.0**90)
+# Callers' descales may be 0; a logit scale of 0 would turn the -inf of a mask into NaN.
+MIN_LOGIT_SCALE: tl.constexpr = tl.constexpr(1e-30)
 # Sizes that no instruction depends on: one build serves every length, also 1 and multiples of 16.
 UNSPECIALISED = (
-    "stride_q_descale", "stride_k_descale", "stride_row_shift", "stride_col_bias",
+    "stride_q_descale", "stride_k_descale", "stride_row_shift", "stride_col_bias", "stride_lse",
     "batch_heads", "nheads", "group", "seqlen_q", "seqlen_k", "num_m_blocks", "window_left", "window_right",
 )  # fmt: skip
 
@@ -111,6 +113,21 @@ def _store(
     base += tl.cast(first + m * BLOCK_M, tl.int64) * stride_om
     ptrs = base + tl.arange(0, BLOCK_M)[:, None] * stride_om + offs_dv[None, :]
     tl.store(ptrs, acc.to(O.dtype.element_ty), in_rows[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+
+
+@triton.jit
+def _poison(
+    O, LSE, h, first, num_m_blocks, seqlen_q, stride_om, stride_oh, stride_lse,
+    HAS_LSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """NaN in the rows behind the last query block: a max_seqlen_q that is too small leaves them to no program."""
+    nan = tl.full([BLOCK_M, BLOCK_DV], float("nan"), tl.float32)
+    for m in range(num_m_blocks, tl.cdiv(seqlen_q, BLOCK_M)):
+        offs_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+        _store(O, nan, 0, h, first, m, offs_m < seqlen_q, 0, stride_om, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+        if HAS_LSE:
+            nans = tl.full([BLOCK_M], float("nan"), tl.float32)
+            tl.store(LSE + tl.cast(h, tl.int64) * stride_lse + first + offs_m, nans, offs_m < seqlen_q)
 
 
 @triton.jit
@@ -244,7 +261,7 @@ def attn_fwd(
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_ob, stride_om, stride_oh,  # elements; of K and V as descriptors: rows, or columns from head to head
     stride_q_descale, stride_k_descale,  # from one head to the next; 0 when all heads share one
-    stride_row_shift, stride_col_bias,
+    stride_row_shift, stride_col_bias, stride_lse,
     batch_heads, nheads, group, seqlen_q, seqlen_k, num_m_blocks, window_left, window_right,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -260,11 +277,15 @@ def attn_fwd(
     b = bh // nheads
     h = bh % nheads
     hk = h // group
+    max_q, max_k = seqlen_q, seqlen_k
     q_first, lse_first, seqlen_q = _sequence(b, cu_seqlens_q, seqlen_q, VARLEN, QK_QUANTISED, QUANT_ROWS)
     k_first, _, _ = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, QK_QUANTISED, QUANT_ROWS)
     v_first, _, seqlen_k = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, V_QUANTISED, QUANT_ROWS)
     if m * BLOCK_M >= seqlen_q:
         return
+    if VARLEN and m == num_m_blocks - 1:
+        _poison(O, LSE, h, lse_first, num_m_blocks, seqlen_q, stride_om, stride_oh, stride_lse,
+                HAS_LSE, HEAD_DIM_V, BLOCK_M, BLOCK_DV)  # fmt: skip
     offs_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = offs_m < seqlen_q
     offs_d = tl.arange(0, BLOCK_D)
@@ -286,6 +307,7 @@ def attn_fwd(
     elif QK_QUANTISED:
         q_descale += bh * stride_q_descale
         row_scale *= tl.load(q_descale) * tl.load(k_descale + (b * (nheads // group) + hk) * stride_k_descale)
+        row_scale = tl.maximum(row_scale, MIN_LOGIT_SCALE)
     if V_QUANTISED and BLOCK_SCALES:
         v_descale += kv_head * stride_k_descale + v_first // QUANT_ROWS
     elif V_QUANTISED:
@@ -299,7 +321,7 @@ def attn_fwd(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINK:  # a logit without a key: it takes part in the sum only
-        m_i = tl.load(sink + h) * LOG2E - (shift * 0.0 if SOFTCAP else shift)
+        m_i = tl.load(sink + h).to(tl.float32) * LOG2E - (shift * 0.0 if SOFTCAP else shift)
         l_i += 2.0**P_OFFSET
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     rows = offs_m + seqlen_k - seqlen_q
@@ -322,13 +344,15 @@ def attn_fwd(
                 ROW_SHIFT, COL_BIAS, QUANT_ROWS, P_OFFSET, SHORT_SUM, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
             )  # fmt: skip
 
+    if VARLEN:  # a max_seqlen that is too small shows as NaN, not as stale memory
+        reached = offs_m < max_q
+        if V_QUANTISED:
+            reached &= seqlen_k <= max_k
+        l_i = tl.where(reached, l_i, float("nan"))
     if HAS_LSE:
         lse = m_i + tl.log2(l_i) - P_OFFSET  # -inf where no key was seen
         if ROW_SHIFT and not SOFTCAP:
             lse += shift
-        lse_row = (tl.cast(b, tl.int64) * nheads + h) * seqlen_q
-        if VARLEN:
-            lse_row = tl.cast(h, tl.int64) * tl.load(cu_seqlens_q + batch_heads // nheads) + lse_first
-        tl.store(LSE + lse_row + offs_m, lse * LN2, in_rows)
+        tl.store(LSE + tl.cast(head, tl.int64) * stride_lse + lse_first + offs_m, lse * LN2, in_rows)
     acc = acc * (v_scale / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     _store(O, acc, b, h, lse_first, m, in_rows, stride_ob, stride_om, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV)

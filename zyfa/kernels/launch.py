@@ -131,7 +131,7 @@ def _start(
     args = (
         ops.q, ops.k, ops.v, out, lse, *ops.descales, ops.row_shift, ops.col_bias, sink, cu_seqlens_q, cu_seqlens_k,
         scale, softcap * LOG2E, *ops.strides_q, *ops.strides_k, *ops.strides_v, *strides_of(out), *ops.descale_strides,
-        shape.rows8_q, shape.rows8_k, batch_heads, shape.nheads, shape.nheads // shape.nheads_k,
+        shape.rows8_q, shape.rows8_k, shape.total_q, batch_heads, shape.nheads, shape.nheads // shape.nheads_k,
         shape.seqlen_q, shape.seqlen_k, num_m_blocks, *window,
     )  # fmt: skip
     constants = _constants(ops, shape, config, facts, window, softcap, sink, lse) | _options(config, facts)

@@ -104,7 +104,7 @@ def _sums_of(
                         VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
         total += tl.sum(x, 0)
         square += tl.sum(x * x, 0)
-    out = sums + ((b * heads + h) * CHUNKS + chunk) * 2 * BLOCK_D + tl.arange(0, BLOCK_D)
+    out = sums + (tl.cast(b * heads + h, tl.int64) * CHUNKS + chunk) * 2 * BLOCK_D + tl.arange(0, BLOCK_D)
     tl.store(out, total)
     tl.store(out + BLOCK_D, square)
 
@@ -135,7 +135,8 @@ def column_sums(
 @triton.jit
 def _mean(sums, head, channels, seqlen, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
     """The mean over the rows, and the mean square about it, of some channels of one head."""
-    ptrs = sums + (head * CHUNKS + tl.arange(0, CHUNKS)[:, None]) * 2 * BLOCK_D + channels[None, :]
+    ptrs = sums + tl.cast(head, tl.int64) * CHUNKS * 2 * BLOCK_D
+    ptrs = ptrs + tl.arange(0, CHUNKS)[:, None] * 2 * BLOCK_D + channels[None, :]
     n = tl.maximum(seqlen, 1)
     mean = tl.sum(tl.load(ptrs), 0) / n
     return mean, tl.maximum(tl.sum(tl.load(ptrs + BLOCK_D), 0) / n - mean * mean, 0.0)
