@@ -26,6 +26,7 @@ from zyfa.device import Device
 from zyfa.errors import ConfigError, DatabaseError
 
 from .codec import pack_facts, pack_samples, unpack_facts, unpack_samples
+from .content import Content, Crown, Record
 from .reader import Row, granularity_of, seal_of
 from .schema import Toolchain, check_objects, migrate
 
@@ -166,15 +167,48 @@ class Store:
         }  # fmt: skip
         try:
             with self._writing():
-                record["shape"] = self._shape_id(key)
-                record["toolchain"] = self._id("toolchains", toolchain._asdict())
-                record["config"] = self._id(
-                    "configs", {"config": config.to_json(), "granularity": granularity_of(config)}
-                )
-                record["facts"] = self._id("facts", {"facts": packed_facts})
-                return self._insert("trials", record)
+                return self._append(key, toolchain, config.to_json(), granularity_of(config), packed_facts, record)
         except sqlite3.IntegrityError as error:
             raise ValueError(f"trial breaks the schema: {error}; got {record}") from error
+
+    def _append(self, key, toolchain: Toolchain, config: str, granularity: str, facts: bytes, record: dict) -> int:
+        return self._insert("trials", record | {
+            "shape": self._shape_id(key), "toolchain": self._id("toolchains", toolchain._asdict()),
+            "config": self._id("configs", {"config": config, "granularity": granularity}),
+            "facts": self._id("facts", {"facts": facts}),
+        })  # fmt: skip
+
+    def fill(self, content: Content) -> None:
+        """Adds what another database says, all or nothing; raises ValueError for what the schema forbids.
+
+        Meant for an empty database: the trials that it has already are added again.
+        """
+        try:
+            with self._writing():
+                self._db.conn.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", sorted(content.meta.items()))
+                oldest_first = sorted(content.trials.elements(), key=lambda r: (r.created_at, r.order))
+                ids = {record: self._append_record(record) for record in oldest_first}
+                for crown in sorted(content.winners.values(), key=lambda crown: crown.seat.order):
+                    self._append_crown(crown, ids[crown.record])
+        except sqlite3.Error as error:
+            raise ValueError(f"{self.path}: content breaks the schema: {error}") from error
+
+    def _append_record(self, r: Record) -> int:
+        plain = {
+            "outcome": r.outcome, "trust": r.trust, "is_default": r.is_default, "ms": r.ms, "ms_lo": r.ms_lo,
+            "ms_hi": r.ms_hi, "samples": pack_samples(r.samples_us), "rel_err": r.rel_err, "reason": r.reason,
+            "created_at": r.created_at,
+        }  # fmt: skip
+        return self._append(r.key, r.toolchain, r.config, r.granularity, pack_facts(json.loads(r.facts)), plain)
+
+    def _append_crown(self, crown: Crown, trial: int) -> None:
+        at = {
+            "cell": self._id("cells", crown.seat.cell._asdict()), "trust": crown.seat.trust, "trial": trial,
+            "toolchain": self._id("toolchains", crown.seat.toolchain._asdict()), "confidence": crown.confidence,
+            "trials": crown.trials, "default_ms": crown.default_ms, "tuned_at": crown.tuned_at, "seal": "",
+        }  # fmt: skip
+        self._insert("winners", at)
+        self._seal(trial)
 
     def _id(self, table: str, row: dict) -> int:
         """The id of the row with these values, inserted unless it is there."""
