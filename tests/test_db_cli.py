@@ -80,7 +80,7 @@ def test_verify_passes_what_the_store_writes(db, tmp_path):
         ("UPDATE winners SET trial = 1 WHERE trial = 2", "has another cell, toolchain or trust"),
         ("UPDATE trials SET trust = 'predicted'", "measured winner of cell 2: trial 2 has another cell, toolchain or"),
         ("UPDATE trials SET rel_err = NULL", "measured winner of cell 2: trial 2 has no rel_err"),
-        ("UPDATE trials SET samples_us = '[]'", "CHECK constraint failed in trials"),
+        ("UPDATE trials SET samples = x''", "CHECK constraint failed in trials"),
         ("UPDATE trials SET ms = -1.0", "CHECK constraint failed in trials"),
         ("UPDATE trials SET shape = 77 WHERE id = 3", "trials 3 refers to a row that shapes lacks"),
         ("UPDATE shapes SET seqlen_q = 9999", "lies in another cell"),

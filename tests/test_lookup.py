@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from databases import CONFIG, H200, TOOLS, a_key, add_ok, damage, make_db, modes
+from databases import CONFIG, H200, TOOLS, a_key, add_ok, backdate, damage, make_db, modes
 from test_schema import BROKEN
 
 from zyfa import lookup
@@ -96,9 +96,9 @@ def test_evidence_comes_before_order(monkeypatch, tmp_path):
 
 def test_the_newest_of_several_toolchains():
     path = user_db((a_key(), {"config": A}), (a_key(), {"config": B, "toolchain": TOOLS._replace(kernel_hash="k2")}))
-    damage(path, "UPDATE winners SET tuned_at = '2026-01-01T00:00:00.000Z' WHERE toolchain = 2")
+    backdate(path, 2, "2026-01-01T00:00:00.000Z")
     assert chosen() == (A, "exact", "measured")
-    damage(path, "UPDATE winners SET tuned_at = '2099-01-01T00:00:00.000Z' WHERE toolchain = 2")
+    backdate(path, 2, "2099-01-01T00:00:00.000Z")
     lookup.reset()
     assert chosen() == (B, "exact", "measured")
 

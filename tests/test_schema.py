@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from databases import CONFIG, H200, TOOLS, a_key, add_ok, damage, make_db, read_only
+from databases import CONFIG, H200, TOOLS, a_key, add_ok, backdate, damage, make_db, read_only
 
 from zyfa.config import AttentionConfig, cell_of
 from zyfa.errors import DatabaseError, SchemaTooNew
@@ -74,7 +74,7 @@ def test_every_toolchain_has_its_row_newest_first(tmp_path):
     path = make_db(tmp_path / "x.sqlite", (a_key(), {}))
     with Store(path) as store:
         add_ok(store, a_key(), ms=2.0, toolchain=TOOLS._replace(triton_version="3.9.0"))
-    damage(path, "UPDATE winners SET tuned_at = '2026-01-01T00:00:00.000Z' WHERE toolchain = 2")
+    backdate(path, 2, "2026-01-01T00:00:00.000Z")
     assert [row.triton_version for row in read(path)] == ["3.7.1", "3.9.0"]
 
 

@@ -1,14 +1,17 @@
 """Reads the best rows of a tuning database. Standard library only: this is the part that the runtime loads.
 
 Nothing in the file is believed: it may be cut, stale, or a stranger's. Its tables and view must be ours to the letter,
-sizes are bounded, and each row is checked value by value.
+sizes and time are bounded, each row is checked value by value, and against the seal that its writer gave it: a flipped
+bit that leaves a legal value behind would go unseen otherwise.
 """
 
 import contextlib
+import hashlib
 import math
 import os
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +26,7 @@ DATA = Path(__file__).resolve().parent / "data"  # the shipped databases, <Devic
 MAX_ROWS = 20_000  # a shipped file has tens
 MAX_BYTES = 64 << 20  # a shipped file stays below 300 KB; the longest tuning logs reach some MB
 MAX_TEXT_BYTES = 1 << 20  # of one value
+MAX_READ_S = 10.0  # a shipped file takes milliseconds; statistics that lie can make the planner choose an endless join
 BUSY_S = 5.0  # a commit holds the file for milliseconds; of 49 reads amid three busy writers one waited for 1 s
 
 
@@ -72,17 +76,40 @@ def read(path: str | os.PathLike, skipped: list[str] | None = None) -> list[Row]
     reason when it cannot be used at all, SchemaTooNew when a newer ZYFA wrote it.
     """
     with opened(path) as conn:
+        for (fault,) in conn.execute("PRAGMA quick_check(1)"):
+            if fault != "ok":
+                raise DatabaseError(f"{path}: damaged: {fault!r:.200}")
         found = conn.execute(f"SELECT {', '.join(Row._fields)} FROM best LIMIT {MAX_ROWS + 1}").fetchall()
+        seals = [seal for (seal,) in conn.execute(f"SELECT seal FROM winners LIMIT {MAX_ROWS + 1}")]
     if len(found) > MAX_ROWS:
         raise DatabaseError(f"{path}: more than {MAX_ROWS} rows")
-    rows = []
+    rows, faults = _valid(found, set(seals))
+    if len(seals) > len(found):
+        faults.append(f"{len(seals) - len(found)} winners lead to no valid trial")
+    if skipped is not None:
+        skipped += faults
+    return sorted(rows, key=lambda row: row.tuned_at, reverse=True)
+
+
+def _valid(found: list[tuple], seals: set[str]) -> tuple[list["Row"], list[str]]:
+    """The rows that hold, and why each other one does not."""
+    rows, faults = [], []
     for number, values in enumerate(found, start=1):
         try:
             rows.append(_checked(*values))
+            if seal_of(values) not in seals:
+                rows.pop()
+                raise ValueError("does not match its seal: damaged, or changed by another program")
         except ValueError as error:
-            if skipped is not None:
-                skipped.append(f"row {number}: {error}")
-    return sorted(rows, key=lambda row: row.tuned_at, reverse=True)
+            faults.append(f"row {number}: {error}")
+    return rows, faults
+
+
+def seal_of(values: Sequence) -> str:
+    """16 hex digits over the values of a row of `best`, as SQLite gives them; whose it is stands in meta, unsealed."""
+    row = Row(*values)
+    told = row._replace(sku="", arch="", tflops=f"{row.tflops:.6g}")  # type: ignore[arg-type]  # derived: not to an ulp
+    return hashlib.sha256(repr(tuple(told)).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -94,6 +121,8 @@ def opened(path: str | os.PathLike) -> Iterator[sqlite3.Connection]:
             conn.execute("PRAGMA trusted_schema = OFF")
             conn.execute("PRAGMA cell_size_check = ON")
             conn.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT_BYTES)
+            until = time.monotonic() + MAX_READ_S
+            conn.set_progress_handler(lambda: time.monotonic() > until, 1_000_000)
             check_objects(conn, path)
             yield conn
     except sqlite3.Error as error:

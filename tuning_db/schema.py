@@ -1,9 +1,10 @@
 """The schema of a tuning database: tables, view, migrations, and the check that a file is one. Standard library only.
 
-A file holds one SKU. Everything that repeats is stored once (configs, cells, toolchains, facts of compiled code), so
-that 28 cells of 60 trials stay below 300 KB. The writer's transactions keep configs and facts unique: an index would
-repeat their text, a fifth of the file. No key column is NULL: SQLite holds every NULL to be distinct, so
-UNIQUE would not bind. CHECK calls no function: SQLite 3.40 takes json_valid() for unsafe under trusted_schema=OFF.
+A file holds one SKU. Everything that repeats is stored once (configs, cells, toolchains, facts of compiled code), and
+samples and facts are packed (codec.py), so that 28 cells of 48 trials stay below 300 KB. The writer's transactions keep
+configs and facts unique: an index would repeat their text. No key column is NULL: SQLite holds every NULL to be
+distinct, so UNIQUE would not bind. CHECK calls no function: SQLite 3.40 takes json_valid() for unsafe under
+trusted_schema=OFF.
 """
 
 import sqlite3
@@ -71,7 +72,7 @@ _INITIAL = (
 ) STRICT""",
     """CREATE TABLE facts (  -- of compiled code: registers, spills, LDS ...; shared by all lengths of a class
     id    INTEGER PRIMARY KEY,
-    facts TEXT NOT NULL  -- JSON
+    facts BLOB NOT NULL  -- codec.pack_facts
 ) STRICT""",
     f"""CREATE TABLE trials (
     id         INTEGER PRIMARY KEY,
@@ -85,13 +86,13 @@ _INITIAL = (
     ms         REAL CHECK (ms > 0 AND ms < 1e9),               -- median, or the model's
     ms_lo      REAL CHECK (ms_lo > 0 AND ms_lo <= ms),
     ms_hi      REAL CHECK (ms_hi < 1e9 AND ms_hi >= ms),
-    samples_us TEXT    NOT NULL,                               -- JSON, each timing; '[]' where nothing was timed
+    samples    BLOB    NOT NULL,                               -- codec.pack_samples; empty where nothing was timed
     rel_err    REAL CHECK (rel_err >= 0 AND rel_err < 1e9),
     reason     TEXT    NOT NULL,                               -- why it is not ok
     created_at INTEGER NOT NULL CHECK (created_at > 0),        -- Unix seconds: a fifth of the text's bytes
     CHECK ((outcome = 'ok') = (ms IS NOT NULL AND ms_lo IS NOT NULL AND ms_hi IS NOT NULL)),
     CHECK (outcome = 'ok' OR (ms IS NULL AND ms_lo IS NULL AND ms_hi IS NULL)),
-    CHECK ((samples_us <> '[]') = (trust = 'measured' AND outcome = 'ok'))
+    CHECK ((samples <> x'') = (trust = 'measured' AND outcome = 'ok'))
 ) STRICT""",
     f"""CREATE TABLE winners (
     cell       INTEGER NOT NULL REFERENCES cells(id),
@@ -102,6 +103,7 @@ _INITIAL = (
     trials     INTEGER NOT NULL CHECK (trials > 0),                 -- how many it was chosen from
     default_ms REAL CHECK (default_ms > 0 AND default_ms < 1e9),    -- NULL where the default config has no time
     tuned_at   TEXT    NOT NULL,                                    -- UTC
+    seal       TEXT    NOT NULL,                                    -- reader.seal_of its row of best
     PRIMARY KEY (cell, toolchain, trust)
 ) STRICT, WITHOUT ROWID""",
     # The contract with readers. Under the causal mask query i sees the keys j <= i + seqlen_k - seqlen_q: with

@@ -25,15 +25,16 @@ from zyfa.config import AttentionConfig, AttentionKey, Cell, cell_of
 from zyfa.device import Device
 from zyfa.errors import ConfigError, DatabaseError
 
-from .reader import granularity_of
+from .codec import pack_facts, pack_samples, unpack_facts, unpack_samples
+from .content import Content, Crown, Record
+from .reader import Row, granularity_of, seal_of
 from .schema import Toolchain, check_objects, migrate
 
 Fields = TypeVar("Fields", Cell, AttentionKey)
 
 # SQLite's wait for a lock is no queue: of eight writers without a pause one starved for 5 s on a slow disk.
 BUSY_S = 60.0
-SAMPLE_DIGITS = 4  # significant; timing noise is 0.1 % at best
-EXPORT_PAGE_BYTES = 2048  # most tables fill one page: a file of 28 cells has 274 KB, 299 KB with pages of 4096
+EXPORT_PAGE_BYTES = 2048  # most tables fill one page
 
 
 class Trial(NamedTuple):
@@ -156,25 +157,58 @@ class Store:
             raise ValueError(
                 "a trial with a window has no place in this schema: its work depends on the window's width"
             )
-        facts_json = json.dumps(facts or {}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        packed_facts = pack_facts(facts or {})
         record = {
             "outcome": outcome, "trust": trust, "is_default": int(is_default), "reason": reason,
             "ms": _number("ms", ms), "ms_lo": _number("ms_lo", ms if ms_lo is None else ms_lo),
             "ms_hi": _number("ms_hi", ms if ms_hi is None else ms_hi), "rel_err": _number("rel_err", rel_err),
-            "samples_us": json.dumps([_sample_us(x) for x in samples], separators=(",", ":")),
+            "samples": pack_samples([1e3 * (_number("samples", x) or 0.0) for x in samples]),
             "created_at": int(time.time()),
         }  # fmt: skip
         try:
             with self._writing():
-                record["shape"] = self._shape_id(key)
-                record["toolchain"] = self._id("toolchains", toolchain._asdict())
-                record["config"] = self._id(
-                    "configs", {"config": config.to_json(), "granularity": granularity_of(config)}
-                )
-                record["facts"] = self._id("facts", {"facts": facts_json})
-                return self._insert("trials", record)
+                return self._append(key, toolchain, config.to_json(), granularity_of(config), packed_facts, record)
         except sqlite3.IntegrityError as error:
             raise ValueError(f"trial breaks the schema: {error}; got {record}") from error
+
+    def _append(self, key, toolchain: Toolchain, config: str, granularity: str, facts: bytes, record: dict) -> int:
+        return self._insert("trials", record | {
+            "shape": self._shape_id(key), "toolchain": self._id("toolchains", toolchain._asdict()),
+            "config": self._id("configs", {"config": config, "granularity": granularity}),
+            "facts": self._id("facts", {"facts": facts}),
+        })  # fmt: skip
+
+    def fill(self, content: Content) -> None:
+        """Adds what another database says, all or nothing; raises ValueError for what the schema forbids.
+
+        Meant for an empty database: the trials that it has already are added again.
+        """
+        try:
+            with self._writing():
+                self._db.conn.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", sorted(content.meta.items()))
+                oldest_first = sorted(content.trials.elements(), key=lambda r: (r.created_at, r.order))
+                ids = {record: self._append_record(record) for record in oldest_first}
+                for crown in sorted(content.winners.values(), key=lambda crown: crown.seat.order):
+                    self._append_crown(crown, ids[crown.record])
+        except sqlite3.Error as error:
+            raise ValueError(f"{self.path}: content breaks the schema: {error}") from error
+
+    def _append_record(self, r: Record) -> int:
+        plain = {
+            "outcome": r.outcome, "trust": r.trust, "is_default": r.is_default, "ms": r.ms, "ms_lo": r.ms_lo,
+            "ms_hi": r.ms_hi, "samples": pack_samples(r.samples_us), "rel_err": r.rel_err, "reason": r.reason,
+            "created_at": r.created_at,
+        }  # fmt: skip
+        return self._append(r.key, r.toolchain, r.config, r.granularity, pack_facts(json.loads(r.facts)), plain)
+
+    def _append_crown(self, crown: Crown, trial: int) -> None:
+        at = {
+            "cell": self._id("cells", crown.seat.cell._asdict()), "trust": crown.seat.trust, "trial": trial,
+            "toolchain": self._id("toolchains", crown.seat.toolchain._asdict()), "confidence": crown.confidence,
+            "trials": crown.trials, "default_ms": crown.default_ms, "tuned_at": crown.tuned_at, "seal": "",
+        }  # fmt: skip
+        self._insert("winners", at)
+        self._seal(trial)
 
     def _id(self, table: str, row: dict) -> int:
         """The id of the row with these values, inserted unless it is there."""
@@ -206,16 +240,30 @@ class Store:
             with self._writing():
                 written = self._db.execute(
                     """INSERT OR REPLACE INTO winners
-                        (cell, toolchain, trust, trial, confidence, trials, default_ms, tuned_at)
-                    SELECT s.cell, toolchain, trust, t.id, :confidence, :trials, :default_ms, :tuned_at
+                        (cell, toolchain, trust, trial, confidence, trials, default_ms, tuned_at, seal)
+                    SELECT s.cell, toolchain, trust, t.id, :confidence, :trials, :default_ms, :tuned_at, ''
                     FROM trials t JOIN shapes s ON s.id = t.shape
                     WHERE t.id = :trial AND outcome = 'ok' AND (trust = 'predicted' OR rel_err IS NOT NULL)""",
                     row,
                 ).rowcount
+                self._seal(trial)
         except sqlite3.IntegrityError as error:
             raise ValueError(f"winner breaks the schema: {error}; got {row}") from error
         if written != 1:
             raise ValueError(f"trial {trial} cannot win: it is absent, not ok, or measured without rel_err")
+
+    def _seal(self, trial: int) -> None:
+        """Gives the winner of this trial the seal of its row of best."""
+        rows = self._db.execute(
+            f"""SELECT {", ".join(Row._fields)} FROM best
+            WHERE ({", ".join(Cell._fields)}, {", ".join(Toolchain._fields)}, trust) = (
+                SELECT {", ".join(f"c.{name}" for name in Cell._fields)}, {", ".join(Toolchain._fields)}, w.trust
+                FROM winners w JOIN cells c ON c.id = w.cell JOIN toolchains h ON h.id = w.toolchain
+                WHERE w.trial = ?)""",
+            [trial],
+        ).fetchall()
+        for values in rows:
+            self._db.execute("UPDATE winners SET seal = ? WHERE trial = ?", [seal_of(values), trial])
 
     def trials(
         self, cell: Cell | None = None, toolchain: Toolchain | None = None, trust: str | None = None
@@ -238,7 +286,7 @@ class Store:
         rows = self._db.execute(
             f"""SELECT t.id, c.dtype, c.head_dim, c.head_dim_v, s.nheads, s.nheads_k, s.batch, s.seqlen_q, s.seqlen_k,
                 c.causal, c.window_class, h.kernel_hash, h.triton_version, h.torch_version, h.driver_version, f.config,
-                t.outcome, t.trust, t.is_default, t.ms, t.ms_lo, t.ms_hi, t.samples_us, t.rel_err, t.reason, x.facts,
+                t.outcome, t.trust, t.is_default, t.ms, t.ms_lo, t.ms_hi, t.samples, t.rel_err, t.reason, x.facts,
                 t.created_at, {tail}
             FROM trials t JOIN shapes s ON s.id = t.shape JOIN cells c ON c.id = s.cell
             JOIN toolchains h ON h.id = t.toolchain JOIN configs f ON f.id = t.config
@@ -258,10 +306,10 @@ class Store:
             except ConfigError as error:
                 unknown.append(f"trial {number}: {error}")
                 continue
-            outcome, trust, default, ms, lo, hi, samples_us, rel_err, reason, facts, created = row[15:26]
+            outcome, trust, default, ms, lo, hi, samples, rel_err, reason, facts, created = row[15:26]
             yield Trial(
                 number, key, Toolchain(*row[10:14]), config, outcome, trust, bool(default), ms, lo, hi,
-                tuple(us / 1e3 for us in json.loads(samples_us)), rel_err, reason, json.loads(facts), _utc(created),
+                tuple(us / 1e3 for us in unpack_samples(samples)), rel_err, reason, unpack_facts(facts), _utc(created),
             ), tuple(row[26:])  # fmt: skip
         if unknown:
             warnings.warn(
@@ -300,10 +348,6 @@ def _number(name: str, value) -> float | None:
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value}; it must be finite")
     return float(value)
-
-
-def _sample_us(ms) -> float:
-    return float(f"{1e3 * (_number('samples', ms) or 0.0):.{SAMPLE_DIGITS}g}")
 
 
 def _utc(seconds: float) -> str:
