@@ -10,6 +10,7 @@ from helpers import assert_correct, interpreted, make_qkv
 import zyfa
 from zyfa.archs import ARCHS
 from zyfa.kernels.operands import Quantiser, shape_of
+from zyfa.kernels.replay import Recorder
 from zyfa.recipes import FP8_MAX, PRESETS, RECIPES, p_offset
 from zyfa.reference import attention_ref, emulate, relative_error
 
@@ -51,7 +52,7 @@ def cast_to_fp8(values, arch: str):
     """What the quantiser stores for bf16 values under a scale of one."""
     x = values.repeat(128, 2)[None, :, None].bfloat16()
     ones = tuple(torch.ones(1, 1) for _ in range(3))
-    run = Quantiser(shape_of(x, x, x), RECIPES["head"], ARCHS[arch])
+    run = Quantiser(shape_of(x, x, x), RECIPES["head"], ARCHS[arch], Recorder())
     return run.run(x, x, x, ones).q[0, 0, 0, : len(values)].float()
 
 
@@ -171,9 +172,10 @@ def short_sum_of(arch: str) -> bool:
     from zyfa.kernels import launch
 
     q, k, v = make_qkv(1, 16, 32, 1, 1, 16)
-    with mock.patch.object(launch, "start") as start:
-        launch.attention_forward(q, k, v, config=zyfa.AttentionConfig(16, 32, 4, 1, recipe="block"), arch=arch)
-    return start.call_args.args[3]["SHORT_SUM"]
+    config = zyfa.AttentionConfig(16, 32, 4, 1, recipe="block")
+    launcher = mock.Mock()
+    launch._start(launcher, (q, k, v, torch.empty_like(q), *[None] * 7), config, arch, None, (-1, -1), 0.0, None, None)
+    return launcher.start.call_args.args[3]["SHORT_SUM"]
 
 
 @case("O-NUM-06")

@@ -71,7 +71,7 @@ def prepare_operands(
     else:
         # FP8 inputs carry no means and no rotation: only the plain recipe describes them
         recipe = RECIPES["head" if descales else config.recipe]
-        run = Quantiser(shape, recipe, arch, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, launcher)
+        run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift)
         ops = run.run(q, k, v, descales)
     return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape
 

@@ -102,11 +102,11 @@ class Quantiser(NamedTuple):
     shape: Shape
     recipe: Recipe
     arch: Arch
+    launcher: Compiler | Recorder
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     qk_scale: float = 1.0  # softmax_scale * log2(e): corrections are written in the kernel's units
     row_shift: bool = False  # are the true logits of a row needed (lse, softcap, sink)?
-    launcher: Compiler | Recorder = Compiler()
 
     def _empty(self, *size: int, dtype=torch.float32, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
