@@ -158,15 +158,15 @@ def grid_of(batch, seqlen, heads, cu_seqlens=None):
     """The grids that a call launches with."""
     from unittest import mock
 
-    from zyfa.kernels import launch, operands
+    from zyfa.kernels import launch
 
     q = torch.empty((batch, seqlen, heads, 16) if cu_seqlens is None else (seqlen, heads, 16), dtype=torch.bfloat16)
     same = {} if cu_seqlens is None else {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     same |= {} if cu_seqlens is None else {"max_seqlen_q": 32, "max_seqlen_k": 32}
-    with mock.patch.object(launch, "start") as last, mock.patch.object(operands, "start") as before:
-        config = AttentionConfig(32, 32, 4, 1, recipe="int8-kmean-equalise-hadamard")
-        attention_forward(q, q, q, config=config, arch="sm90", **same)
-    return [call.args[1] for call in (*before.call_args_list, last.call_args)]
+    config = AttentionConfig(32, 32, 4, 1, recipe="int8-kmean-equalise-hadamard")
+    with mock.patch.object(launch, "Compiler") as compiler:
+        attention_forward(q, q, q, config=config, arch="sm90", compile_only=True, **same)
+    return [call.args[1] for call in compiler.return_value.start.call_args_list]
 
 
 @case("O-OVF-05")

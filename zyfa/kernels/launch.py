@@ -79,18 +79,21 @@ def prepare_operands(
 def attention_forward(
     q, k, v, *, config: AttentionConfig, arch: str, causal=False, softmax_scale=None, window_size=(-1, -1), softcap=0.0,
     sink=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    descales=None, out=None, return_lse=False,
+    descales=None, out=None, return_lse=False, compile_only=False,
 ):  # fmt: skip
     """Attention of checked inputs with a given config: (out, lse or None), launched on the current stream.
 
     q (batch, seqlen_q, nheads, head_dim), k, v (batch, seqlen_k, nheads_k, head_dim[_v]) bf16, fp16 or FP8; with
     cu_seqlens (int32, batch + 1): (total, nheads, head_dim). descales: fp32 (batch, nheads), (batch, nheads_k) twice,
     for FP8 inputs. config.recipe says how bf16/fp16 inputs are quantised. lse fp32 (batch, nheads, seqlen_q), natural.
+    compile_only: nothing runs; returns the compiled attention kernel of the active driver's target.
     """
     out, lse = _outputs(q, v, out, return_lse, cu_seqlens_q)
     inputs = (q, k, v, out, lse, sink, cu_seqlens_q, cu_seqlens_k, *(descales or (None, None, None)))
     window = (window_size[0], 0 if causal else window_size[1])
     fixed = (config, arch, softmax_scale, window, softcap, max_seqlen_q, max_seqlen_k)
+    if compile_only:
+        return _start(Compiler(), inputs, *fixed)
     signature = (*fixed, q.device, *(None if x is None else _layout(x) for x in inputs))
     plan = _plans.get(signature)
     if plan is not None:
@@ -160,7 +163,7 @@ def compile_for(key: AttentionKey, config: AttentionConfig, arch: str):
     q = torch.empty((key.batch, key.seqlen_q, key.nheads, key.head_dim), dtype=dtype, device="meta")
     k = torch.empty((key.batch, key.seqlen_k, key.nheads_k, key.head_dim), dtype=dtype, device="meta")
     v = torch.empty((key.batch, key.seqlen_k, key.nheads_k, key.head_dim_v), dtype=dtype, device="meta")
-    out, _ = _outputs(q, v, None, False, None)
-    left = key.seqlen_k // 2 if key.window_class == "local" else -1
-    window = (left, 0 if key.causal else -1)
-    return _start(Compiler(), (q, k, v, out, *(None,) * 7), config, arch, None, window, 0.0, None, None)
+    window = (key.seqlen_k // 2, -1) if key.window_class == "local" else (-1, -1)
+    return attention_forward(
+        q, k, v, config=config, arch=arch, causal=key.causal, window_size=window, compile_only=True
+    )
