@@ -108,14 +108,14 @@ def _recipe(qkv, precision: str) -> str:
 
 def _want(qkv, recipe: str, arch: str, same: dict):
     """(float64 output and lse, output and lse of the plain maths or the emulated recipe) of one sequence."""
-    ref = attention_ref(*qkv, return_lse=True, **same)
-    if qkv[0].element_size() == 1:
-        ones = tuple(torch.ones(x.shape[0], x.shape[2], device=x.device) for x in qkv)
-        return ref, emulate(*qkv, recipe, arch=arch, descales=ones, return_lse=True, **same)
-    if recipe != "none":
-        return ref, emulate(*qkv, recipe, arch=arch, return_lse=True, **same)
-    plain = {"dtype": torch.float32, "p_dtype": qkv[0].dtype}
-    return ref, attention_ref(*qkv, return_lse=True, **plain, **same)
+    q, k, v = qkv
+    ref = attention_ref(q, k, v, return_lse=True, **same)
+    if recipe == "none":
+        return ref, attention_ref(q, k, v, return_lse=True, dtype=torch.float32, p_dtype=q.dtype, **same)
+    descales = None
+    if q.element_size() == 1:
+        descales = tuple(torch.ones(x.shape[0], x.shape[2], device=x.device) for x in qkv)
+    return ref, emulate(q, k, v, recipe, arch=arch, descales=descales, return_lse=True, **same)
 
 
 def _call(feature: Feature, qkv, precision: str, sequences: list[list[slice]], same: dict):
