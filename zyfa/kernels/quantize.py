@@ -304,11 +304,11 @@ def quantize(
     else:
         len_q, len_k = seqlen_q, seqlen_k
     offs = block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
-    if which == 2:
-        x, out_block, _ = _rows(V, b, h, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k, seqlen_k,
+    if which == 2:  # another name than Q's and K's: Triton joins branches by name, and the widths may differ
+        v, out_block, _ = _rows(V, b, h, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k, seqlen_k,
                                 VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
         if block * QUANT_ROWS < len_k:
-            _write(x, V8, v_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
+            _write(v, V8, v_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
                    VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, GRANULARITY, True, V_TRANSPOSED)  # fmt: skip
     elif QK:
         if which == 0:
