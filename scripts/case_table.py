@@ -19,7 +19,7 @@ CLASSES = {  # of case ids: (how many, what they are about)
     "OVF": (5, "overflow"), "CAP": (7, "capture and compile"),
 }  # fmt: skip
 PLACES = ("CPU", "interpreter", "compiled", "GPU")
-COMPILING = {"_target", "accesses"}  # names by which a test compiles for gfx950
+COMPILING = {"_target", "accesses", "compile_config"}  # names by which a test compiles for gfx950
 DECISIONS = {
     "O-NUM-07": "FP8 inputs without a scale mean 1.0. A scale tensor on another device than q is refused: copying it "
     "would wait for the GPU.",

@@ -28,11 +28,12 @@ class Shape(NamedTuple):
     varlen: bool
     total_q: int
     total_k: int
+    min_block_d: int = 16  # products that the matrix unit sums at least
 
     @property
     def block_d(self) -> int:
         """Width of Q and K in the kernel: a power of two, and what the matrix units need at least."""
-        return max(16, octave(self.head_dim))
+        return max(self.min_block_d, octave(self.head_dim))
 
     @property
     def block_dv(self) -> int:
