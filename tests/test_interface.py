@@ -5,6 +5,8 @@ import torch
 from helpers import assert_correct, make_qkv
 
 import zyfa
+from zyfa.device import Device
+from zyfa.interface import _check_fp8
 from zyfa.recipes import PRESETS
 from zyfa.reference import attention_ref, emulate, relative_error
 
@@ -144,6 +146,37 @@ def test_wrong_dtypes_are_named():
         zyfa.attention(q, k, v)
     with pytest.raises(TypeError, match=r"k is torch\.float16, q is torch\.bfloat16"):
         zyfa.attention(q.bfloat16(), k.half(), v.half())
+
+
+@pytest.mark.parametrize("arch, wrong", [("gfx950", "fnuz"), ("sm90", "fnuz"), ("gfx942", "fn")])
+def test_the_other_fp8_format_raises_on_a_gpu(arch, wrong):
+    """The same bits mean other numbers there: never reinterpreted."""
+    q = torch.zeros(1, 8, 4, 32, dtype=getattr(torch, f"float8_e4m3{wrong}"))
+    device = Device("amd" if arch.startswith("gfx") else "nvidia", arch, "some", 100)
+    with pytest.raises(TypeError, match=f"q is torch.float8_e4m3{wrong}, but FP8 on {arch} is float8_e4m3"):
+        _check_fp8(q, device)
+    with pytest.raises(ValueError, match="which ZYFA has no kernels for; supported are gfx950, gfx942, sm90"):
+        _check_fp8(q, Device("nvidia", "sm80", "a100", 108))
+
+
+@pytest.mark.parametrize("name", ["k", "v", "sink", "cu_seqlens_k"])
+def test_tensors_of_another_device_are_named(name):
+    q, k, v = (x[0] for x in make_qkv(1, 8, 8, 4, 2, 32))
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    given = {"q": q, "k": k, "v": v, "sink": torch.zeros(4), "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    with pytest.raises(ValueError, match=name) as error:
+        zyfa.attention(**given | {name: given[name].to("meta")})
+    assert "meta" in str(error.value) and "cpu" in str(error.value)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan"), float("inf")])
+def test_scales_that_are_no_scales_raise(scale):
+    q, k, v = make_qkv(1, 8, 8, 2, 1, 32)
+    with pytest.raises(ValueError, match="softmax_scale must be positive and finite, got"):
+        zyfa.attention(q, k, v, softmax_scale=scale)
+    if scale:
+        with pytest.raises(ValueError, match="softcap must be at least 0"):
+            zyfa.attention(q, k, v, softcap=scale)
 
 
 def test_a_call_that_needs_gradients_raises():

@@ -38,15 +38,17 @@ def _check_tensors(q, k, v, varlen: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        _require(x.ndim == ndim, f"{name} must be {layout}, got shape {tuple(x.shape)}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must be {layout}, got shape {tuple(x.shape)}")
         if x.dtype != q.dtype or (x.dtype not in HALF and x.dtype not in FP8):
             accepted = "bfloat16, float16 or float8_e4m3fn"
             raise TypeError(f"q, k and v must share a dtype, {accepted}; {name} is {x.dtype}, q is {q.dtype}")
-        _require(x.device == q.device, f"q, k and v must be on one device; {name} is on {x.device}, q on {q.device}")
-        contiguous = x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
-        _require(contiguous, f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
-        near = x.shape[-3] <= 1 or x.stride(-3) <= MAX_ROW_STRIDE
-        _require(near, f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got strides {x.stride()}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; {name} is on {x.device}, q on {q.device}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
+        if x.stride(-3) > MAX_ROW_STRIDE and x.shape[-3] > 1:
+            raise ValueError(f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got strides {x.stride()}")
 
 
 def _check_shapes(q, k, v, varlen: bool) -> None:

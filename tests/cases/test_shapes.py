@@ -1,5 +1,6 @@
 """The public failure cases of shapes: head dims, head counts, empty and very short inputs."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,9 @@ import zyfa
 from zyfa.archs import default_config
 from zyfa.config import AttentionKey, cell_of
 from zyfa.limits import lds_bytes
+from zyfa.recipes import PRESETS
 from zyfa.reference import attention_ref
+from zyfa.tuner.compile import compile_config
 
 case = pytest.mark.case
 HEAD_DIMS = [40, 72, 80, 88, 96, 112, 160, 192]
@@ -48,8 +51,7 @@ def test_head_dim_72_repeats_bit_for_bit_on_a_gpu(dtype):
 
 
 @case("O-SHP-02")
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("recipe", ["none", "int8-kmean-equalise-hadamard"])
+@pytest.mark.parametrize("recipe, causal", [("none", False), ("int8-kmean-equalise-hadamard", True)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_padded_head_dims_on_the_cpu(head_dim, recipe, causal):
     q, k, v = make_qkv(1, 1000, 1000, 1, 1, head_dim)
@@ -117,6 +119,16 @@ def test_value_head_dim_differs_in_the_kernels(interpret, recipe):
     q, k, v = make_qkv(1, 40, 50, 2, 1, 192, 128)
     out, _ = interpreted(interpret, q, k, v, recipe, causal=True)
     assert_correct(out, q, k, v, recipe, causal=True, softmax_scale=192**-0.5)
+
+
+@case("O-SHP-03")
+@pytest.mark.parametrize("arch", ["gfx950", "sm90"])
+@pytest.mark.parametrize("preset", ["per_tensor", "balanced", "accurate"])
+def test_quantisers_of_two_widths_compile(preset, arch):
+    """The interpreter does not mind a name that stands for two shapes; the compiler does."""
+    key = AttentionKey("fp8", 64, 32, 8, 2, 1, 1024, 1024, True)
+    config = dataclasses.replace(default_config(arch, key), recipe=PRESETS[preset])
+    assert compile_config(key, config, arch).failure is None
 
 
 @case("O-SHP-03")
@@ -208,6 +220,25 @@ def test_very_short_sequences(interpret, seqlen_q, seqlen_k, recipe):
 def test_very_short_sequences_on_the_cpu(seqlen_q, seqlen_k):
     q, k, v = make_qkv(1, seqlen_q, seqlen_k, 2, 1, 16)
     assert_correct(zyfa.attention(q, k, v, causal=True), q, k, v, causal=True)
+
+
+@case("O-SHP-07")
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942", "sm90"])
+def test_the_narrowest_head_compiles_in_fp8(arch, preset):
+    """An 8-bit dot of Hopper sums at least 32 products: 16 channels have to be padded."""
+    key = AttentionKey("fp8", 16, 16, 8, 2, 1, 1024, 1024, True)
+    config = dataclasses.replace(default_config(arch, key), recipe=PRESETS[preset])
+    assert compile_config(key, config, arch).failure is None
+
+
+@case("O-SHP-07")
+@pytest.mark.parametrize("recipe", ["tensor", "int8-kmean-equalise-hadamard", "block-kmean-qmean", "bf16qk"])
+def test_the_narrowest_head_on_hopper(interpret, recipe):
+    q, k, v = make_qkv(1, 40, 50, 2, 1, 16)
+    out, lse = interpreted(interpret, q, k, v, recipe, "sm90", causal=True)
+    assert_correct(out, q, k, v, recipe, "sm90", causal=True)
+    assert torch.isfinite(lse[:, :, 10:]).all()
 
 
 def perturbed(q, k, v, attend):

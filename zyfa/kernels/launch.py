@@ -71,6 +71,8 @@ def prepare_operands(
     else:
         # FP8 inputs carry no means and no rotation: only the plain recipe describes them
         recipe = RECIPES["head" if descales else config.recipe]
+        if recipe.qk != "bf16" and arch.vendor == "nvidia":
+            shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
         run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift)
         ops = run.run(q, k, v, descales)
     return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape

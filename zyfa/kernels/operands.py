@@ -29,11 +29,12 @@ class Shape(NamedTuple):
     varlen: bool
     total_q: int
     total_k: int
+    min_block_d: int = 16  # products that the matrix unit sums at least
 
     @property
     def block_d(self) -> int:
         """Width of Q and K in the kernel: a power of two, and what the matrix units need at least."""
-        return max(16, octave(self.head_dim))
+        return max(self.min_block_d, octave(self.head_dim))
 
     @property
     def block_dv(self) -> int:
@@ -191,7 +192,6 @@ class Quantiser(NamedTuple):
             row_shift = self._empty(batch * shape.nheads, shape.rows8_q, like=q)
         if recipe.q_mean:
             col_bias = self._empty(batch * shape.nheads, shape.rows8_k, like=q)
-        args = (q, k, v, *x8, *descales, amax, *statistics, row_shift, col_bias, self.qk_scale, *cu_seqlens, *inputs)
         constants = common | {
             "QK": recipe.qk != "bf16",
             "QK_TOP": INT8_MAX if recipe.qk == "int8" else FP8_MAX[self.arch.fp8_format],
@@ -199,8 +199,19 @@ class Quantiser(NamedTuple):
             "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
             "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
         }  # fmt: skip
-        args += (*counts, shape.rows8_q, shape.rows8_k, *lengths)
-        self.launcher.start(quantize, (n_q + n_k + n_v,), args, constants)
+        sizes = (*counts[2:], shape.rows8_q, shape.rows8_k, *lengths)
+
+        def start(n_q: int, n_k: int, programs: int, amax, **change) -> None:
+            args = (q, k, v, *x8, *descales, amax, *statistics, row_shift, col_bias, self.qk_scale)
+            self.launcher.start(
+                quantize, (programs,), (*args, *cu_seqlens, *inputs, n_q, n_k, *sizes), constants | change
+            )
+
+        if shape.block_d == shape.block_dv or recipe.qk == "bf16":
+            start(n_q, n_k, n_q + n_k + n_v, amax)
+        else:  # one build of the kernel has one width: Q and K first, V by itself
+            start(n_q, n_k, n_q + n_k, amax, HEAD_DIM_V=shape.head_dim, BLOCK_DV=shape.block_d)
+            start(-n_v, n_v, n_v, None if amax is None else amax[n_q + n_k :], QK=False)
         return self._operands(q, k, x8, given or descales, granularity, row_shift, col_bias)
 
     def _operands(self, q, k, x8, descales, granularity: str, row_shift, col_bias) -> Operands:
