@@ -165,3 +165,16 @@ def test_a_shipped_file_opens_in_other_tools(db, tmp_path):
         {"seqlen_q": 2048, "trust": "measured"},
         {"seqlen_q": 4096, "trust": "measured"},
     ]
+
+
+def test_info_tells_of_the_gpus_here(monkeypatch):
+    from zyfa.device import identify
+    from zyfa.tuning_db import cli as module
+
+    models = (132, "NVIDIA H200", 0x2335), (60, "NVIDIA H100", 0x2330)
+    monkeypatch.setattr(module, "visible_devices", lambda: [identify("nvidia", "sm90", *model) for model in models])
+    told = json.loads(zyfa_db("info", "--here", "--json").stdout)
+    assert [gpu["key"] for gpu in told] == ["nvidia/sm90/h200/sm132", "nvidia/sm90/h100/sm60"]
+    assert "60 sm visible of 132" in told[1]["units"]
+    monkeypatch.setattr(module, "visible_devices", list)
+    assert "no NVIDIA or AMD GPU" in zyfa_db("info", "--here").stderr

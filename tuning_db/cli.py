@@ -9,6 +9,7 @@ import sys
 import click
 
 from zyfa.config import DTYPES
+from zyfa.device import visible_devices, why
 
 from .cli_exchange import export, import_
 from .cli_merge import diff, merge, portfolio, prune
@@ -55,16 +56,20 @@ for command in (merge, diff, export, import_, prune, portfolio):
 
 
 @cli.command()
-@FILES
+@click.argument("files", metavar="FILE...", nargs=-1, type=click.Path())
 @AS_JSON
-def info(files: tuple[str, ...], as_json: bool) -> None:
+@click.option("--here", is_flag=True, help="How the GPUs of this machine were recognised.")
+def info(files: tuple[str, ...], as_json: bool, here: bool) -> None:
     """Print the GPU, the toolchains and the counts of each FILE.
 
     \b
         zyfa-db info nvidia-sm90-h200-sm132.sqlite
+        zyfa-db info --here
         zyfa-db info --json *.sqlite | jq '.[].sku'
     """
-    infos = [or_exit(_info, path) for path in files]
+    if not files and not here:
+        raise click.UsageError("FILE... is missing; --here tells of this machine")
+    infos = [*(_here() if here else []), *(or_exit(_info, path) for path in files)]
     if as_json:
         print_json(infos)
         return
@@ -122,6 +127,14 @@ def verify(files: tuple[str, ...]) -> None:
         for fault in faults or [f"{path}: ok"]:
             click.echo(plain(fault))
     sys.exit(1 if bad else 0)
+
+
+def _here() -> list[dict]:
+    """What each GPU of this machine is, and why."""
+    found = visible_devices()
+    if not found:
+        click.echo("zyfa-db: no NVIDIA or AMD GPU that this torch can use", err=True)
+    return [{"gpu": index, **dict(why(device))} for index, device in enumerate(found)]
 
 
 def _info(path: str) -> dict:

@@ -20,6 +20,8 @@ def or_exit(act: Callable, *args):
     """The result of act(*args); what is wrong with a file is one line on stderr and exit code 1."""
     try:
         return act(*args)
+    except BrokenPipeError:  # click ends quietly, exit 1
+        raise
     except (DatabaseError, ValueError, OSError) as error:
         click.echo(f"zyfa-db: {plain(error)}", err=True)
         sys.exit(1)

@@ -1,6 +1,7 @@
 """The public call: check, key, choose, launch. It never tunes, never writes, never fails because of a database."""
 
 import dataclasses
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -12,7 +13,7 @@ from .config import AttentionConfig
 from .device import Device, current_device
 from .kernels.launch import attention_forward
 from .limits import broken_limit
-from .lookup import Choice, choose, describe
+from .lookup import Choice, choose, describe, withdraw
 from .op import through_operator
 from .recipes import PRESETS
 
@@ -67,12 +68,12 @@ def attention(
     with torch.cuda.device(q.device):
         device = current_device(q.device.index)
         _check_fp8(q, device)
-        chosen = _config_for(call, config, device)
-        out, lse = attention_forward(
-            q, k, v, config=chosen, arch=device.arch, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        launch = partial(
+            attention_forward, q, k, v, arch=device.arch, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=call.max_seqlen_q, max_seqlen_k=call.max_seqlen_k, descales=descales, out=out,
             return_lse=return_lse, **same,
         )  # fmt: skip
+        out, lse = _launched(launch, call, config, device)
     return (out, lse) if return_lse else out
 
 
@@ -104,6 +105,18 @@ def _config_for(call: Call, config: AttentionConfig | None, device: Device) -> A
     else:
         config = choose(call.key, device).config
     return dataclasses.replace(config, recipe=call.preset) if call.preset else config
+
+
+def _launched(launch, call: Call, config: AttentionConfig | None, device: Device):
+    """Launches; a config of a database that does not compile or fit here is withdrawn and the default runs."""
+    try:
+        return launch(config=_config_for(call, config, device))
+    except (ValueError, TypeError, torch.OutOfMemoryError):  # the caller's arguments, or memory: no config helps
+        raise
+    except Exception as error:  # of Triton, ptxas, LLVM or the driver: none has a common base
+        if config is not None or not withdraw(call.key, device, error):
+            raise
+    return launch(config=_config_for(call, None, device))
 
 
 def _without_keys(q, v, call: Call, out, return_lse: bool, varlen: bool):
