@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from databases import CONFIG, a_key, make_db
+from databases import CONFIG, a_key, damage, make_db
 from test_db_cli import zyfa_db
 
 from zyfa.config import AttentionConfig
@@ -41,6 +41,14 @@ def test_merge_refuses_another_gpu_and_leaves_the_output(two, tmp_path):
 
     h100 = make_db(tmp_path / "h100.sqlite", (a_key(), {}), device=device_of_sku("h100"))
     assert "sku differs" in zyfa_db("merge", two[0], h100, "-o", tmp_path / "x", code=1).stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_damage_is_not_sealed_again(two, tmp_path):
+    damage(two[0], "UPDATE configs SET config = replace(config, '64', '32')")
+    for command in (("merge", *two), ("prune", two[0])):
+        assert "does not match its seal" in zyfa_db(*command, "-o", tmp_path / "x", code=1).stderr
+    assert "does not match its seal" in zyfa_db("export", two[0], code=1).stderr
     assert not (tmp_path / "x").exists()
 
 

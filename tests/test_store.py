@@ -194,7 +194,7 @@ def test_an_unwritable_place_fails_early(tmp_path):
 def test_a_locked_database_is_an_error_with_its_name(tmp_path, monkeypatch):
     path = make_db(tmp_path / "x.sqlite", (a_key(), {}))
     with Store(path) as store:
-        store._db.execute("PRAGMA busy_timeout = 10")
+        monkeypatch.setattr("zyfa.tuning_db.store.BUSY_S", 0.01)
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(DatabaseError, match=r"x\.sqlite: cannot be written: database is locked"):
