@@ -119,7 +119,7 @@ def full(folder: Path, number: int) -> dict:
     for case in range(number):
         path = folder / f"full{case}.sqlite"
         fork_and_end = ended(*fork(path, case, 5))  # something to lose
-        limit = path.stat().st_size + random.randrange(-8192, 40_000)
+        limit = path.stat().st_size + random.randrange(-8192, 16_000)
         more, code = ended(*fork(path, case, 400, limit))
         acknowledged = fork_and_end[0] + more
         counts["full"] += code == 3
