@@ -126,7 +126,7 @@ def t4_of(content: Content) -> dict:
 
 
 def _t4_result(line: dict) -> dict:
-    samples = [us / 1e3 for us in line["samples_us"]]
+    samples = [us / 1e3 for us in line.get("samples_us", ())]
     measured = [{"name": "time", "value": line["ms"], "unit": "ms"}] if line["outcome"] == "ok" else []
     return {
         "timestamp": line["created_at"], "configuration": line["config"], "objectives": ["time"],
@@ -144,7 +144,7 @@ def content_of_t4(path: str | os.PathLike) -> Content:
     except (KeyError, TypeError) as error:
         raise DatabaseError(f"{path}: T4 without our trials: times of other kernels say nothing of ours") from error
     winners = [line for line in rest if "winner" in line]
-    before = [line for line in rest if "winner" not in line]
+    before = [line for line in rest if "winner" not in line]  # facts and toolchains are named before they are used
     return text.load([text.HEAD, *map(json.dumps, [*before, *trials, *winners])])
 
 
