@@ -18,7 +18,7 @@ from zyfa.errors import ConfigError, DatabaseError
 
 from . import text
 from .content import Content
-from .reader import MAX_BYTES, MAX_READ_S, Row
+from .reader import BUSY_S, MAX_BYTES, MAX_TEXT_BYTES, Row
 
 MAX_SEEDS = 20_000
 T4_SCHEMA = "1.0.0"
@@ -78,11 +78,10 @@ def seeds_of_aotriton(path: str | os.PathLike) -> list[Seed]:
     if os.path.getsize(path) > MAX_BYTES:
         raise DatabaseError(f"{path}: more than {MAX_BYTES} bytes")
     try:
-        with closing(
-            sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=MAX_READ_S)
-        ) as conn:
+        with closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as conn:
             conn.row_factory = sqlite3.Row
             conn.execute("PRAGMA trusted_schema = OFF")
+            conn.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT_BYTES)
             tables = [n for (n,) in conn.execute("SELECT name FROM sqlite_schema WHERE type = 'table' LIMIT 1000")]
             if "FLASH$attn_fwd" not in tables:
                 raise DatabaseError(f"{path}: no AOTriton database: it has no table FLASH$attn_fwd")
