@@ -91,7 +91,7 @@ for seqlen in (300, 512, 2048, 9000):
 def test_every_process_chooses_the_same():
     """Ties of two files and of equal distances fall alike, whatever the hash seed."""
     make_db(user_db_path(H200), (a_key(1024), {}), (a_key(4096), {"ms": 0.5}))
-    assert len({run(CHOOSE) for _ in range(3)}) == 1
+    assert run(CHOOSE) == run(CHOOSE)
 
 
 def test_looking_into_a_file_makes_no_gpu_context(tmp_path):
