@@ -338,4 +338,4 @@ def test_kill_minus_9_keeps_every_acknowledged_trial(tmp_path, after):
     with Store(path) as store:  # rolls back what was half written
         assert len(store.trials()) in (len(acknowledged), len(acknowledged) + 1)
         assert store._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert len(read(path)) == min(len(acknowledged), 7)
+    assert len(read(path)) in (min(len(acknowledged), 7), min(len(acknowledged) + 1, 7))  # or killed before it said so
