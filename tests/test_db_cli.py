@@ -1,8 +1,10 @@
 """zyfa-db as a user types it."""
 
+import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -29,9 +31,29 @@ def zyfa_db(*args, code=0):
     return result
 
 
-@pytest.mark.parametrize("command", [(), ("info",), ("show",), ("verify",)], ids=str)
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "database.md"
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in cli.commands)], ids=str)
 def test_help_has_examples(command):
-    assert "zyfa-db" in zyfa_db(*command, "-h").output.split("\n\n", 1)[1]
+    assert " ".join(("zyfa-db", *command)) in zyfa_db(*command, "-h").output.split("\n\n", 1)[1]
+
+
+def test_every_command_and_option_is_documented():
+    text = DOCS.read_text()
+    assert [name for name in cli.commands if f"`zyfa-db {name}" not in text] == []
+    options = {opt for c in cli.commands.values() for p in c.params for opt in p.opts if opt.startswith("--")}
+    assert sorted(option for option in options if f"`{option}" not in text) == []
+
+
+def test_show_selects_and_prints_csv(db):
+    (row,) = json.loads(zyfa_db("show", "--json", "--trust", "measured", "--dtype", "bf16", db).stdout)
+    assert row["seqlen_q"] == 2048
+    assert json.loads(zyfa_db("show", "--json", "--seqlen", 4096, db).stdout) == []
+    rows = list(csv.DictReader(zyfa_db("show", "--csv", db).stdout.splitlines()))
+    assert [(row["seqlen_k"], row["ms"], AttentionConfig.from_json(row["config"])) for row in rows] == [
+        ("1024", "1.0", CONFIG), ("2048", "0.5", CONFIG),
+    ]  # fmt: skip
 
 
 def test_info(db):
@@ -48,7 +70,7 @@ def test_show(db):
     assert [(r["seqlen_q"], r["trust"], r["ms"]) for r in rows] == [(1024, "predicted", 1.0), (2048, "measured", 0.5)]
     assert AttentionConfig.from_dict(rows[0]["config"]) == CONFIG
     lines = zyfa_db("show", db).stdout.splitlines()
-    assert lines[0].split()[:4] == ["dtype", "dim", "mask", "ratio"] and lines[1] == f"-- {H200.sku_key}"
+    assert lines[0] == f"-- {H200.sku_key}" and lines[1].split()[:4] == ["dtype", "dim", "mask", "ratio"]
     assert lines[3].split()[:7] == ["bf16", "128", "causal", "4", "32", "2048", "500"]
 
 
@@ -143,3 +165,16 @@ def test_a_shipped_file_opens_in_other_tools(db, tmp_path):
         {"seqlen_q": 2048, "trust": "measured"},
         {"seqlen_q": 4096, "trust": "measured"},
     ]
+
+
+def test_info_tells_of_the_gpus_here(monkeypatch):
+    from zyfa.device import identify
+    from zyfa.tuning_db import cli as module
+
+    models = (132, "NVIDIA H200", 0x2335), (60, "NVIDIA H100", 0x2330)
+    monkeypatch.setattr(module, "visible_devices", lambda: [identify("nvidia", "sm90", *model) for model in models])
+    told = json.loads(zyfa_db("info", "--here", "--json").stdout)
+    assert [gpu["key"] for gpu in told] == ["nvidia/sm90/h200/sm132", "nvidia/sm90/h100/sm60"]
+    assert "60 sm visible of 132" in told[1]["units"]
+    monkeypatch.setattr(module, "visible_devices", list)
+    assert "no NVIDIA or AMD GPU" in zyfa_db("info", "--here").stderr

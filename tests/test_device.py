@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zyfa import device as device_module
-from zyfa.device import TARGETS, Device, current_device, device_of_sku, identify
+from zyfa.device import TARGETS, Device, current_device, device_of_sku, identify, why
 
 AMD = ("amd", "gfx950:sramecc+:xnack-", 256)
 
@@ -121,3 +121,27 @@ def test_this_gpu_is_known():
     device = current_device(0)
     assert not device.sku.startswith("unknown"), device
     assert device.units == torch.cuda.get_device_properties(0).multi_processor_count
+
+
+@pytest.mark.parametrize(
+    "sku, units, partition",
+    [("mi355x", 256, "spx"), ("mi355x", 128, "dpx"), ("mi355x", 64, "qpx"), ("mi355x", 32, "cpx"),
+     ("mi300x", 304, "spx"), ("mi300x", 38, "cpx"), ("mi355x", 250, ""), ("h200", 132, ""), ("unknown-1234", 256, "")],
+)  # fmt: skip
+def test_partitions(sku, units, partition):
+    assert Device("nvidia" if sku == "h200" else "amd", "gfx950", sku, units).partition == partition
+
+
+@pytest.mark.parametrize(
+    "name, pci_id, units, told",
+    [
+        ("", 0x75A3, 256, "mi355x: PCI device id 75a3"),
+        ("AMD Instinct MI355X VF", 0x1234, 256, "mi355x: by its name; PCI device id 1234 is in no table"),
+        ("AMD Radeon Graphics", None, 256, "unknown-amd-radeon-graphics: neither PCI device id (unreadable) nor name"),
+        ("AMD Instinct MI355X", 0x75A3, 32, "32 cu visible of 256, so a partition, a slice or a smaller part (cpx)"),
+    ],
+)
+def test_why_this_sku(name, pci_id, units, told):
+    facts = dict(why(identify("amd", "gfx950:sramecc+:xnack-", units, name, pci_id)))
+    assert any(told in text for text in facts.values())
+    assert facts["arch"] == "gfx950, from 'gfx950:sramecc+:xnack-'" and facts["name"] == repr(name)

@@ -150,15 +150,40 @@ def test_a_row_that_does_not_fit_is_passed_over_with_one_warning():
     assert any('"BLOCK_M":256' in miss for miss in choose(a_key(), H200).misses)
 
 
-def test_a_file_of_another_sku_gives_nothing(monkeypatch, tmp_path):
+def test_rows_of_a_related_gpu_are_borrowed_last_and_labelled(monkeypatch, tmp_path):
     h100, half = device_of_sku("h100"), Device("nvidia", "sm90", "h200", 66)
-    listed_db(monkeypatch, make_db(tmp_path / "x.sqlite", (a_key(), {"config": A}), device=h100))
+    path = make_db(tmp_path / "x.sqlite", (a_key(), {"config": A}), device=h100)
+    listed_db(monkeypatch, path)
     with pytest.warns(RuntimeWarning, match="no tuned config for this GPU"):
         choice = choose(a_key(), H200)
-    assert choice.match == "default" and any("has rows of nvidia/sm90/h100/sm132 only" in m for m in choice.misses)
+    assert (choice.config, choice.match, choice.trust) == (A, "borrowed", "measured")
+    assert any("has rows of nvidia/sm90/h100/sm132 only" in m for m in choice.misses)
+    assert "of nvidia/sm90/h100/sm132, another GPU" in describe(choice, a_key(), H200)
     assert chosen(device=h100) == (A, "exact", "measured")
+    lookup.reset()
+    make_db(tmp_path / "y.sqlite", (a_key(), {"config": B}), device=half)  # as close in name, not in units
+    listed_db(monkeypatch, tmp_path / "y.sqlite", path)
+    with pytest.warns(RuntimeWarning, match="rows of a related GPU are borrowed"):
+        assert chosen() == (A, "borrowed", "measured")
+    assert chosen(device=half) == (B, "exact", "measured")  # a partition is another device
+
+
+def test_own_rows_come_before_borrowed_ones(monkeypatch, tmp_path):
+    listed_db(monkeypatch, make_db(tmp_path / "x.sqlite", (a_key(), {"config": A}), device=device_of_sku("h100")))
+    user_db((a_key(4096), {"config": B, "trust": "predicted"}))
+    assert chosen() == (B, "nearest", "predicted")
+
+
+def test_no_row_crosses_architectures(monkeypatch, tmp_path):
+    listed_db(monkeypatch, make_db(tmp_path / "x.sqlite", (a_key(), {"config": A}), device=device_of_sku("mi300x")))
     with pytest.warns(RuntimeWarning, match="no tuned config"):
-        assert chosen(device=half)[1] == "default"  # a partition is another device
+        assert chosen(device=device_of_sku("mi355x"))[1] == "default"
+
+
+def test_a_shipped_file_of_a_related_gpu_is_found():
+    shipped_db((a_key(), {"config": A}), device=device_of_sku("mi355x"))
+    with pytest.warns(RuntimeWarning, match="borrowed"):
+        assert chosen(device=device_of_sku("mi350x")) == (A, "borrowed", "measured")
 
 
 def test_a_gpu_without_kernels_gets_no_row(monkeypatch, tmp_path):

@@ -116,11 +116,12 @@ def lines_of(tmp_path):
     "number, old, new, reason",
     [
         (0, "form 1", "form 2", "line 1: the first line is not"),
-        (3, '"batch":1', '"batch":"1"', "line 4: batch is '1', not int"),
-        (3, '"ms":1.0', '"ms":NaN', "line 4: NaN is no number"),
-        (3, '"outcome":"ok",', "", "line 4: 'outcome'"),
-        (4, '"trials":1', '"trials":1}', "line 5: "),
-        (4, '"winner":"', '"winner":"z', "line 5: 'z"),
+        (3, '"kernel_hash":"k1"', '"kernel_hash":1', "line 4: kernel_hash is 1, not str"),
+        (4, '["bf16",128,', '["bf16","128",', "line 5: head_dim is '128', not int"),
+        (4, '"ms":1.0', '"ms":NaN', "line 5: NaN is no number"),
+        (4, '"outcome":"ok",', "", "line 5: 'outcome'"),
+        (5, '"trials":1', '"trials":1}', "line 6: "),
+        (5, '"winner":"', '"winner":"z', "line 6: 'z"),
     ],
 )
 def test_a_text_that_was_changed_by_hand(tmp_path, number, old, new, reason):

@@ -1,5 +1,6 @@
 """zyfa.tuning_db.schema and reader: what a file must be, and what is believed of it."""
 
+import contextlib
 import os
 import re
 import sqlite3
@@ -223,3 +224,24 @@ def test_creating_is_idempotent(tmp_path):
         with Store(path, H200) as store:
             assert store.meta["sku"] == H200.sku_key
     assert read(path) == []
+
+
+@pytest.mark.parametrize("before", range(5))
+def test_a_file_that_is_being_created_is_empty_or_whole(tmp_path, before):
+    """Another process creates the file before the n-th statement of version_of, or has to wait for it."""
+    path, statements = tmp_path / "x.sqlite", []
+    ours, other = sqlite3.connect(path, isolation_level=None), sqlite3.connect(path, isolation_level=None, timeout=0)
+
+    def create(statement):
+        statements.append(statement)
+        if len(statements) == before + 1:
+            with contextlib.suppress(sqlite3.OperationalError):
+                schema.migrate(other, path)
+            other.rollback()
+
+    ours.set_trace_callback(create)
+    assert schema.version_of(ours, path) in (0, len(schema.MIGRATIONS))
+    ours.set_trace_callback(None)
+    assert len(statements) > before
+    schema.migrate(other, path)
+    assert schema.version_of(ours, path) == len(schema.MIGRATIONS)

@@ -194,7 +194,7 @@ def test_an_unwritable_place_fails_early(tmp_path):
 def test_a_locked_database_is_an_error_with_its_name(tmp_path, monkeypatch):
     path = make_db(tmp_path / "x.sqlite", (a_key(), {}))
     with Store(path) as store:
-        store._db.execute("PRAGMA busy_timeout = 10")
+        monkeypatch.setattr("zyfa.tuning_db.store.BUSY_S", 0.01)
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(DatabaseError, match=r"x\.sqlite: cannot be written: database is locked"):
@@ -338,4 +338,4 @@ def test_kill_minus_9_keeps_every_acknowledged_trial(tmp_path, after):
     with Store(path) as store:  # rolls back what was half written
         assert len(store.trials()) in (len(acknowledged), len(acknowledged) + 1)
         assert store._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert len(read(path)) == min(len(acknowledged), 7)
+    assert len(read(path)) in (min(len(acknowledged), 7), min(len(acknowledged) + 1, 7))  # or killed before it said so

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.tuning_db.cli_tools import plain
 
 from .cells import CellRun
 from .worker import Result
@@ -99,7 +100,7 @@ class PlainProgress(Progress):
             self._say(self.summary())
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
         self._last = time.monotonic()
 
 

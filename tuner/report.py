@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zyfa.config import cell_of
+from zyfa.tuning_db.cli_tools import plain
 
 from .cells import CellRun
 from .progress import cell_name
@@ -50,15 +51,9 @@ def _texts(row: dict) -> tuple[str, ...]:
     config = " ".join(f"{k}={v}" for k, v in row["config"].items()) if row["config"] else why_none(row)
     trust = f"{row['trust']} {row['confidence'] or ''}".strip() if row["trust"] else ""
     speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
-    return (
-        row["name"],
-        number("default_ms", ".4g"),
-        number("ms", ".4g"),
-        speedup,
-        number("rel_err", ".2g"),
-        config,
-        trust,
-    )
+    error = number("rel_err", ".2g")
+    texts = row["name"], number("default_ms", ".4g"), number("ms", ".4g"), speedup, error, config, trust
+    return tuple(map(plain, texts))  # reasons quote compilers, and configs may be a stranger's
 
 
 def why_none(row: dict) -> str:

@@ -1,7 +1,6 @@
 """One run of zyfa-tune from options to exit code: which GPU, which tools, signals, and what is said at the end."""
 
 import os
-import re
 import signal
 import sys
 import time
@@ -13,6 +12,7 @@ from rich.console import Console
 from zyfa.device import Device, current_device, device_of_sku
 from zyfa.errors import ZyfaError
 from zyfa.lookup import user_db_path
+from zyfa.toolchain import running
 from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Store
 
@@ -193,21 +193,8 @@ def _tools(device: Device, method: str, farm: LazyFarm) -> Tools:
 
 def _toolchain(method: str) -> Toolchain:
     """What compiles and runs the trials; torch and driver take no part in a prediction."""
-    import torch
-    import triton
-
-    from zyfa.kernels import kernel_hash
-
-    ran = (torch.__version__, driver_version()) if method == "measure" else ("", "")
-    return Toolchain(kernel_hash(), triton.__version__, *ran)
-
-
-def driver_version() -> str:
-    """The kernel driver's version as Linux tells it; "" where it does not."""
-    for path in (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")):
-        if path.exists() and (found := re.search(r"\d+\.\d+(\.\d+)?", path.read_text())):
-            return found[0]
-    return ""
+    here = running()
+    return Toolchain(*here) if method == "measure" else Toolchain(here.kernel_hash, here.triton_version, "", "")
 
 
 def _finish(options, device, setup: Setup, runs: list[CellRun], store, path, console, stop: Stop, seconds) -> int:

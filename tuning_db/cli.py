@@ -1,20 +1,22 @@
 """zyfa-db: what is in a tuning database, and whether it is sound."""
 
+import csv
 import dataclasses
-import json
+import itertools
 import os
 import sys
 
 import click
 
-from zyfa.errors import DatabaseError
+from zyfa.config import DTYPES
+from zyfa.device import visible_devices, why
 
+from .cli_exchange import export, import_
+from .cli_merge import diff, merge, portfolio, prune
+from .cli_tools import AS_JSON, FILES, or_exit, plain, print_json, print_table
 from .reader import Row, opened, read
-from .schema import version_of
+from .schema import TRUSTS, version_of
 from .verify import findings
-
-FILES = click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path())
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, one array with an object per file or row.")
 
 # What `show` prints of a row.
 COLUMNS = (
@@ -29,59 +31,82 @@ COLUMNS = (
     ("error", lambda r: "-" if r.rel_err is None else f"{r.rel_err:.2g}"),
     ("trust", lambda r: f"{r.trust} {r.confidence}"),
     ("trials", lambda r: str(r.trials)),
-    ("config", lambda r: _plain(r.config)),
+    ("config", lambda r: plain(r.config)),
 )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Look into tuning databases.
+    """Look into tuning databases, and work with them.
 
     \b
-        zyfa-db info   h200.sqlite          whose it is, what it holds
-        zyfa-db show   h200.sqlite --json   the best config of each cell
-        zyfa-db verify *.sqlite             exit 1 if anything is wrong
+        zyfa-db info   h200.sqlite                   whose it is, what it holds
+        zyfa-db show   h200.sqlite --json            the best config of each cell
+        zyfa-db verify *.sqlite                      exit 1 if anything is wrong
+        zyfa-db diff   old.sqlite new.sqlite         what changes for callers
+        zyfa-db merge  a.sqlite b.sqlite -o c.sqlite one of several
+        zyfa-db export h200.sqlite                   as text; import is the way back
+
+    Exit codes: 0 done, 1 something is wrong with a file, 2 usage.
     """
 
 
+for command in (merge, diff, export, import_, prune, portfolio):
+    cli.add_command(command)
+
+
 @cli.command()
-@FILES
+@click.argument("files", metavar="FILE...", nargs=-1, type=click.Path())
 @AS_JSON
-def info(files: tuple[str, ...], as_json: bool) -> None:
+@click.option("--here", is_flag=True, help="How the GPUs of this machine were recognised.")
+def info(files: tuple[str, ...], as_json: bool, here: bool) -> None:
     """Print the GPU, the toolchains and the counts of each FILE.
 
     \b
         zyfa-db info nvidia-sm90-h200-sm132.sqlite
+        zyfa-db info --here
         zyfa-db info --json *.sqlite | jq '.[].sku'
     """
-    infos = [_or_exit(_info, path) for path in files]
+    if not files and not here:
+        raise click.UsageError("FILE... is missing; --here tells of this machine")
+    infos = [*(_here() if here else []), *(or_exit(_info, path) for path in files)]
     if as_json:
-        click.echo(json.dumps(infos, indent=2))
+        print_json(infos)
         return
     for facts in infos:
         for name, value in facts.items():
-            click.echo(f"{name:<14}{_plain(value)}")
+            click.echo(f"{name:<14}{plain(value)}")
 
 
 @cli.command()
 @FILES
 @AS_JSON
-def show(files: tuple[str, ...], as_json: bool) -> None:
+@click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, config as JSON.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Only cells of this dtype.")
+@click.option("--trust", type=click.Choice(TRUSTS), help="Only rows of this trust.")
+@click.option("--seqlen", type=int, help="Only cells with this upper end of seqlen_q.")
+def show(files: tuple[str, ...], as_json: bool, as_csv: bool, dtype, trust, seqlen) -> None:
     """Print the best config of every cell, one row per toolchain and trust.
 
     \b
-        zyfa-db show nvidia-sm90-h200-sm132.sqlite
-        zyfa-db show --json *.sqlite | jq '.[] | select(.dtype == "fp8")'
+        zyfa-db show nvidia-sm90-h200-sm132.sqlite --dtype fp8
+        zyfa-db show --json *.sqlite | jq '.[] | select(.tflops > 500)'
     """
     skipped: list[str] = []
-    rows = [row for path in files for row in _or_exit(lambda path: read(path, skipped), path)]
+    rows = [row for path in files for row in or_exit(read, path, skipped)]
+    wanted = {"dtype": dtype, "trust": trust, "seqlen_q": seqlen}
+    rows = [row for row in rows if all(want in (None, getattr(row, name)) for name, want in wanted.items())]
     rows.sort(key=lambda row: (row.sku, row.cell, row.trust))
     if as_json:
-        click.echo(json.dumps([row._asdict() | {"config": dataclasses.asdict(row.config)} for row in rows], indent=2))
+        print_json([row._asdict() | {"config": dataclasses.asdict(row.config)} for row in rows])
+    elif as_csv:
+        lines = csv.writer(sys.stdout, lineterminator="\n")
+        lines.writerow(Row._fields)
+        lines.writerows(row._replace(config=row.config.to_json()) for row in rows)
     else:
-        _print_table(rows)
+        _print_rows(rows)
     for reason in skipped:
-        click.echo(f"left out: {_plain(reason)}", err=True)
+        click.echo(f"left out: {plain(reason)}", err=True)
 
 
 @cli.command()
@@ -100,8 +125,16 @@ def verify(files: tuple[str, ...]) -> None:
         faults = findings(path)
         bad += bool(faults)
         for fault in faults or [f"{path}: ok"]:
-            click.echo(_plain(fault))
+            click.echo(plain(fault))
     sys.exit(1 if bad else 0)
+
+
+def _here() -> list[dict]:
+    """What each GPU of this machine is, and why."""
+    found = visible_devices()
+    if not found:
+        click.echo("zyfa-db: no NVIDIA or AMD GPU that this torch can use", err=True)
+    return [{"gpu": index, **dict(why(device))} for index, device in enumerate(found)]
 
 
 def _info(path: str) -> dict:
@@ -118,25 +151,8 @@ def _info(path: str) -> dict:
         }  # fmt: skip
 
 
-def _or_exit(read_file, path: str):
-    try:
-        return read_file(path)
-    except DatabaseError as error:
-        click.echo(f"zyfa-db: {_plain(error)}", err=True)
-        sys.exit(1)
-
-
-def _print_table(rows: list[Row]) -> None:
-    table = [tuple(name for name, _ in COLUMNS), *(tuple(text(row) for _, text in COLUMNS) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    sku = None
-    for row, line in zip([None, *rows], table, strict=True):
-        if row is not None and row.sku != sku:
-            sku = row.sku
-            click.echo(f"-- {sku}")
-        click.echo("  ".join(map(str.ljust, line, widths)).rstrip())
-
-
-def _plain(value) -> str:
-    """The value as text that cannot steer a terminal: files may be a stranger's."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+def _print_rows(rows: list[Row]) -> None:
+    heads = tuple(name for name, _ in COLUMNS)
+    for sku, group in itertools.groupby(rows, key=lambda row: row.sku):
+        click.echo(f"-- {sku}")
+        print_table([heads, *(tuple(text(row) for _, text in COLUMNS) for row in group)])

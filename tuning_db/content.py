@@ -15,7 +15,7 @@ from zyfa.config import AttentionKey, Cell, cell_of
 from zyfa.errors import DatabaseError
 
 from .codec import unpack_facts, unpack_samples
-from .reader import opened
+from .reader import opened, read
 from .schema import Toolchain
 
 MAX_TRIALS = 500_000  # the longest tuning logs have some ten thousand
@@ -93,7 +93,15 @@ JOIN toolchains h ON h.id = t.toolchain JOIN configs f ON f.id = t.config JOIN f
 
 
 def read_content(path: str | os.PathLike) -> Content:
-    """Everything that a database holds. Raises DatabaseError, also for a trial or winner that lacks a part."""
+    """Everything that a database holds.
+
+    Raises DatabaseError, also for a trial that lacks a part or a winner that does not read: writing it again would give
+    it a valid seal.
+    """
+    skipped: list[str] = []
+    read(path, skipped)
+    if skipped:
+        raise DatabaseError(f"{path}: {skipped[0]}; see zyfa-db verify")
     with opened(path) as conn:
         meta = dict(conn.execute("SELECT key, value FROM meta ORDER BY key LIMIT 100"))
         (stored,) = conn.execute("SELECT count(*) FROM trials").fetchone()

@@ -125,11 +125,14 @@ def opened(path: str | os.PathLike) -> Iterator[sqlite3.Connection]:
             conn.set_progress_handler(lambda: time.monotonic() > until, 1_000_000)
             check_objects(conn, path)
             yield conn
-    except sqlite3.Error as error:
+    except (
+        sqlite3.Error,
+        UnicodeDecodeError,
+    ) as error:  # SQLite's message may quote damaged text, which Python decodes
         raise DatabaseError(f"{path}: {error}{_hint(error, path)}") from error
 
 
-def _hint(error: sqlite3.Error, path) -> str:
+def _hint(error: Exception, path) -> str:
     """What SQLite's text does not say: a journal is rolled back by the next writer, which a reader may not be."""
     in_use = (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
     return (

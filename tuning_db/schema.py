@@ -7,7 +7,9 @@ distinct, so UNIQUE would not bind. CHECK calls no function: SQLite 3.40 takes j
 trusted_schema=OFF.
 """
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -132,9 +134,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (_INITIAL,)  # forward only: a release
 
 def version_of(conn: sqlite3.Connection, path) -> int:
     """The schema version of an open database; 0 for an empty one. Raises DatabaseError or SchemaTooNew."""
-    (app,) = conn.execute("PRAGMA application_id").fetchone()
-    (version,) = conn.execute("PRAGMA user_version").fetchone()
-    (objects,) = conn.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    with _snapshot(conn):
+        (objects,) = conn.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        (app,) = conn.execute("PRAGMA application_id").fetchone()
+        (version,) = conn.execute("PRAGMA user_version").fetchone()
     if (app, version, objects) == (0, 0, 0):
         return 0
     if app != APPLICATION_ID:
@@ -146,6 +149,20 @@ def version_of(conn: sqlite3.Connection, path) -> int:
     if version < 1:
         raise DatabaseError(f"{path}: schema {version} never existed")
     return version
+
+
+@contextlib.contextmanager
+def _snapshot(conn: sqlite3.Connection) -> Iterator[None]:
+    """All reads see one state: another process may be creating the file between two of them."""
+    if conn.in_transaction:
+        yield
+        return
+    conn.execute("BEGIN")
+    try:
+        yield
+    finally:
+        if conn.in_transaction:
+            conn.execute("ROLLBACK")
 
 
 def check_objects(conn: sqlite3.Connection, path) -> None:

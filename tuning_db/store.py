@@ -11,6 +11,7 @@ import json
 import math
 import operator
 import os
+import random
 import sqlite3
 import time
 import warnings
@@ -32,8 +33,10 @@ from .schema import Toolchain, check_objects, migrate
 
 Fields = TypeVar("Fields", Cell, AttentionKey)
 
-# SQLite's wait for a lock is no queue: of eight writers without a pause one starved for 5 s on a slow disk.
-BUSY_S = 60.0
+# SQLite's wait for a lock is no queue, and it sleeps longer the longer it has waited: of eight writers without a pause
+# one starved for 5 s on a slow disk. So writers ask again after short random pauses, whoever came first.
+BUSY_S = 120.0
+PAUSE_S = 0.02
 EXPORT_PAGE_BYTES = 2048  # most tables fill one page
 
 
@@ -129,7 +132,7 @@ class Store:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            self._db.execute("BEGIN IMMEDIATE")
+            self._begin()
             yield
             self._db.commit()
         except BaseException as error:
@@ -137,6 +140,21 @@ class Store:
             if isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.IntegrityError):
                 raise DatabaseError(f"{self.path}: cannot be written: {error}") from error  # locked, full, read-only
             raise
+
+    def _begin(self) -> None:
+        until, pauses = time.monotonic() + BUSY_S, random.SystemRandom()
+        self._db.execute("PRAGMA busy_timeout = 0")
+        try:
+            while True:
+                try:
+                    self._db.execute("BEGIN IMMEDIATE")
+                    return
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                        raise
+                time.sleep(pauses.uniform(0.0, PAUSE_S))
+        finally:
+            self._db.execute(f"PRAGMA busy_timeout = {int(1e3 * BUSY_S)}")
 
     @property
     def meta(self) -> dict[str, str]:

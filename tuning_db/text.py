@@ -1,14 +1,15 @@
 """A database as text: sorted lines of JSON that a pull request can show, and back again without loss.
 
-The first line names the form. Then `{"meta": ...}`, `{"facts": id, ...}` once for each kind of compiled code,
-`{"trial": id, ...}`, and `{"winner": id of its trial, ...}`. An id is a hash of what it names, so a new trial
-changes no other line.
+The first line names the form. Then `{"meta": ...}`, `{"facts": id, ...}` and `{"toolchain": id, ...}` once for each,
+`{"trial": id, ...}` without what is empty, and `{"winner": id of its trial, ...}`. An id is a hash of what it names, so
+a new trial changes no other line.
 """
 
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from zyfa.config import AttentionKey
 from zyfa.errors import DatabaseError
@@ -18,6 +19,10 @@ from .schema import Toolchain
 
 HEAD = "zyfa tuning database, text form 1"
 MAX_LINES = 1_000_000
+_EMPTY = {
+    "granularity": "none", "is_default": 0, "ms": None, "ms_lo": None, "ms_hi": None, "samples_us": (), "rel_err": None,
+    "reason": "",
+}  # fmt: skip
 
 
 def dump(content: Content) -> Iterator[str]:
@@ -26,6 +31,8 @@ def dump(content: Content) -> Iterator[str]:
     yield _json({"meta": content.meta})
     for facts in sorted({record.facts for record in content.trials}, key=_id):
         yield _json({"facts": _id(facts), "of": json.loads(facts)})
+    for toolchain in sorted({record.toolchain for record in content.trials}):
+        yield _json({"toolchain": _id(_json(toolchain)), "is": toolchain._asdict()})
     for record in sorted(content.trials, key=lambda record: record.order):
         count = {"times": n} if (n := content.trials[record]) > 1 else {}
         yield _json({"trial": _id(record.order), **count, **_trial(record)})
@@ -35,16 +42,14 @@ def dump(content: Content) -> Iterator[str]:
 
 def load(lines: Iterable[str]) -> Content:
     """Inverse of dump. Raises DatabaseError naming the line for anything that dump does not write."""
-    content = Content({}, Counter(), {})
-    facts: dict[str, str] = {}
-    trials: dict[str, Record] = {}
+    content, known = Content({}, Counter(), {}), _Known({}, {}, {})
     for number, line in enumerate(lines, start=1):
         try:
             if number == 1:
                 _expect(line.rstrip("\r\n") == HEAD, f"the first line is not {HEAD!r}")
             elif line.strip():
                 _expect(number <= MAX_LINES, f"more than {MAX_LINES} lines")
-                _read(json.loads(line, parse_constant=_no_constant), content, facts, trials)
+                _read(json.loads(line, parse_constant=_no_constant), content, known)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DatabaseError(f"line {number}: {error}") from error
     if not content.meta:
@@ -52,30 +57,42 @@ def load(lines: Iterable[str]) -> Content:
     return content
 
 
-def _read(values: dict, content: Content, facts: dict[str, str], trials: dict[str, Record]) -> None:
-    """Adds one line to the content; facts and trials are known by their ids."""
+class _Known(NamedTuple):
+    """What earlier lines named, by their ids."""
+
+    facts: dict[str, str]
+    toolchains: dict[str, Toolchain]
+    trials: dict[str, Record]
+
+
+def _read(values: dict, content: Content, known: _Known) -> None:
+    """Adds one line to the content."""
     _expect(isinstance(values, dict), "not an object")
     if "meta" in values:
         _expect(all(isinstance(v, str) for v in values["meta"].values()), "meta holds more than text")
         content.meta.update(values["meta"])
     elif "of" in values:
-        facts[values["facts"]] = _json(values["of"])
+        known.facts[values["facts"]] = _json(values["of"])
+    elif "is" in values:
+        parts = {name: _typed(name, values["is"][name], str) for name in Toolchain._fields}
+        known.toolchains[values["toolchain"]] = Toolchain(**parts)
     elif "trial" in values:
-        record = _record(values, facts)
-        trials[values["trial"]] = record
+        record = _record(values, known)
+        known.trials[values["trial"]] = record
         content.trials[record] += _typed("times", values.get("times", 1), int)
     else:
-        crown = Crown(trials[values["winner"]], *(values[name] for name in Crown._fields[1:]))
+        crown = Crown(known.trials[values["winner"]], *(values[name] for name in Crown._fields[1:]))
         _expect(isinstance(crown.confidence, str) and isinstance(crown.tuned_at, str), "a winner of wrong types")
         _expect(crown.seat not in content.winners, "a second winner of the same seat")
         content.winners[crown.seat] = crown
 
 
 def _trial(record: Record) -> dict:
-    return record._asdict() | {
-        "facts": _id(record.facts), "key": record.key._asdict(), "toolchain": record.toolchain._asdict(),
+    told = record._asdict() | {
+        "facts": _id(record.facts), "key": list(record.key), "toolchain": _id(_json(record.toolchain)),
         "config": _object(record.config),
     }  # fmt: skip
+    return {name: value for name, value in told.items() if name not in _EMPTY or value != _EMPTY[name]}
 
 
 def _object(config: str):
@@ -87,15 +104,16 @@ def _object(config: str):
     return value if isinstance(value, dict) and _json(value) == config else config
 
 
-def _record(values: dict, facts: dict[str, str]) -> Record:
-    given = {name: values[name] for name in Record._fields}
+def _record(values: dict, known: _Known) -> Record:
+    given = {name: values[name] if name not in _EMPTY else values.get(name, _EMPTY[name]) for name in Record._fields}
+    key = zip(AttentionKey._fields, given["key"], strict=True)
     config = given["config"]
     return Record(**given | {
-        "key": AttentionKey(**{n: _typed(n, given["key"][n], t) for n, t in AttentionKey.__annotations__.items()}),
-        "toolchain": Toolchain(**{n: _typed(n, given["toolchain"][n], str) for n in Toolchain._fields}),
+        "key": AttentionKey(**{n: _typed(n, value, AttentionKey.__annotations__[n]) for n, value in key}),
+        "toolchain": known.toolchains[given["toolchain"]],
         "config": _json(config) if isinstance(config, dict) else _typed("config", config, str),
         "samples_us": tuple(_typed("samples_us", float(us), float) for us in given["samples_us"]),
-        "facts": facts[given["facts"]],
+        "facts": known.facts[given["facts"]],
         "created_at": _typed("created_at", given["created_at"], int),
     })  # fmt: skip
 

@@ -49,6 +49,11 @@ NAME_ALIASES = (
 )  # fmt: skip
 
 
+# Compute units of one die (XCD); a full part has eight dies, and a partition mode divides them.
+UNITS_PER_DIE = {"mi355x": 32, "mi350x": 32, "mi325x": 38, "mi300x": 38, "mi300x-hf": 38}
+PARTITIONS = {8: "spx", 4: "dpx", 2: "qpx", 1: "cpx"}
+
+
 @dataclass(frozen=True)
 class Device:
     """One kind of GPU, as far as tuning depends on it; `names` keeps every raw string that it was resolved from."""
@@ -63,6 +68,12 @@ class Device:
     def sku_key(self) -> str:
         """Like "amd/gfx950/mi355x/cu256"."""
         return f"{self.vendor}/{self.arch}/{self.sku}/{UNIT_NAMES[self.vendor]}{self.units}"
+
+    @property
+    def partition(self) -> str:
+        """ "spx", "dpx", "qpx" or "cpx" where the units are those of 8, 4, 2 or 1 dies of an AMD part; else ""."""
+        dies, rest = divmod(self.units, UNITS_PER_DIE.get(self.sku, self.units + 1))
+        return PARTITIONS.get(dies, "") if not rest else ""
 
     @property
     def db_name(self) -> str:
@@ -90,12 +101,38 @@ def current_device(index: int) -> Device:
     return identify("nvidia", f"sm{props.major}{props.minor}", props.multi_processor_count, props.name, pci_id)
 
 
+def visible_devices() -> list[Device]:
+    """The GPUs that this torch can use, in its order; none is an empty list."""
+    import torch
+
+    return [current_device(index) for index in range(torch.cuda.device_count())]
+
+
 def identify(vendor: str, arch: str, units: int, name: str, pci_id: int | None) -> Device:
     """The Device of raw properties. `arch` may carry feature flags ("gfx950:sramecc+:xnack-"); name may be empty."""
     names = {"arch": arch, "name": name, "pci_id": "" if pci_id is None else f"{pci_id:04x}"}
     sku = PCI_IDS.get((vendor, pci_id)) if pci_id is not None else None
     sku = sku or _sku_of_name(name) or _unknown(names["pci_id"] or name)
     return Device(vendor, arch.split(":")[0], sku, units, names)
+
+
+def why(device: Device) -> list[tuple[str, str]]:
+    """(what, why): how the Device came about, for people."""
+    pci_id, name = device.names.get("pci_id", ""), device.names.get("name", "")
+    if pci_id and (device.vendor, int(pci_id, 16)) in PCI_IDS:
+        sku = f"{device.sku}: PCI device id {pci_id}"
+    elif _sku_of_name(name) == device.sku:
+        sku = f"{device.sku}: by its name; PCI device id {pci_id or 'unreadable'} is in no table"
+    else:
+        sku = f"{device.sku}: neither PCI device id {pci_id or '(unreadable)'} nor name {name!r} is in a table"
+    full = TARGETS.get(device.sku, ("", "", device.units))[2]
+    part = f" of {full}, so a partition, a slice or a smaller part" if device.units != full else ""
+    mode = f" ({device.partition})" if device.partition else ""
+    return [
+        ("key", device.sku_key), ("database", f"{device.db_name}.sqlite"), ("sku", sku),
+        ("arch", f"{device.arch}, from {device.names.get('arch') or device.arch!r}"),
+        ("units", f"{device.units} {UNIT_NAMES[device.vendor]} visible{part}{mode}"), ("name", repr(name)),
+    ]  # fmt: skip
 
 
 def _sku_of_name(name: str) -> str | None:

@@ -1,18 +1,19 @@
 """The public call: check, key, choose, launch. It never tunes, never writes, never fails because of a database."""
 
 import dataclasses
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from . import reference
-from .archs import ARCHS
+from .archs import ARCHS, default_config
 from .checks import FP8, Call, check_call, expand_descale
 from .config import AttentionConfig
 from .device import Device, current_device
 from .kernels.launch import attention_forward
 from .limits import broken_limit
-from .lookup import Choice, choose, describe
+from .lookup import Choice, choose, describe, withdraw
 from .op import through_operator
 from .recipes import PRESETS
 
@@ -78,12 +79,12 @@ def attention(
     with torch.cuda.device(q.device):
         device = current_device(q.device.index)
         _check_fp8(q, device)
-        chosen = _config_for(call, config, device)
-        out, lse = attention_forward(
-            q, k, v, config=chosen, arch=device.arch, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        launch = partial(
+            attention_forward, q, k, v, arch=device.arch, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=call.max_seqlen_q, max_seqlen_k=call.max_seqlen_k, descales=descales, out=out,
             return_lse=return_lse, **same,
         )  # fmt: skip
+        out, lse = _launched(launch, call, config, device)
     return (out, lse) if return_lse else out
 
 
@@ -109,12 +110,31 @@ def _check_fp8(q, device: Device) -> None:
 
 def _config_for(call: Call, config: AttentionConfig | None, device: Device) -> AttentionConfig:
     """The caller's config, checked, or the tuned one; with the recipe that `precision` asks for."""
-    if config is not None:
-        if reason := broken_limit(config, call.key, device.arch):
-            raise ValueError(f"config does not fit this call on {device.sku_key}: {reason}")
-    else:
+    if config is None:
         config = choose(call.key, device).config
-    return dataclasses.replace(config, recipe=call.preset) if call.preset else config
+        if call.preset is None:
+            return config
+        config = dataclasses.replace(config, recipe=call.preset)
+        if broken_limit(config, call.key, device.arch) is None:
+            return config
+        # tuned with another recipe, whose tiles are smaller
+        return dataclasses.replace(default_config(device.arch, call.key), recipe=call.preset)
+    config = dataclasses.replace(config, recipe=call.preset) if call.preset else config
+    if reason := broken_limit(config, call.key, device.arch):
+        raise ValueError(f"config does not fit this call on {device.sku_key}: {reason}")
+    return config
+
+
+def _launched(launch, call: Call, config: AttentionConfig | None, device: Device):
+    """Launches; a config of a database that does not compile or fit here is withdrawn and the default runs."""
+    try:
+        return launch(config=_config_for(call, config, device))
+    except (ValueError, TypeError, torch.OutOfMemoryError):  # the caller's arguments, or memory: no config helps
+        raise
+    except Exception as error:  # of Triton, ptxas, LLVM or the driver: none has a common base
+        if config is not None or not withdraw(call.key, device, error):
+            raise
+    return launch(config=_config_for(call, None, device))
 
 
 def _without_keys(q, v, call: Call, sink, out, return_lse: bool, varlen: bool):

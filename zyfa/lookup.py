@@ -1,8 +1,9 @@
 """From databases to one choice: exact measured row, nearest measured row, predicted row, default config.
 
 Databases are asked in the order of ZYFA_TUNING_DB, the user's own, the shipped one. Evidence comes before order: a
-measured row of a later database beats a predicted one of an earlier. Whatever is wrong with a database costs one
-warning and the next step is taken; choosing never raises.
+measured row of a later database beats a predicted one of an earlier, and one of this toolchain a stale one. Where this
+GPU has no row, one of another GPU of the same architecture is borrowed, those with as many units first. Whatever is
+wrong with a database costs one warning and the next step is taken; choosing never raises.
 """
 
 import os
@@ -21,6 +22,7 @@ from .config import AttentionConfig, AttentionKey, Cell, cell_of
 from .device import Device
 from .errors import DatabaseError
 from .limits import broken_limit
+from .toolchain import POLICIES, Running, grade, policy, rank, running
 
 # How far a row is borrowed, in octaves summed over seqlen_q, seqlen_k, batch_heads and nheads_ratio. In published
 # attention tables doubling both lengths keeps the winner for 41 % of the keys, so three such doublings (six octaves)
@@ -34,23 +36,31 @@ class Choice(NamedTuple):
     """The config of a call and where it is from; row and database are None for a default."""
 
     config: AttentionConfig
-    match: str  # "exact", "nearest" or "default"
+    match: str  # "exact", "nearest", "borrowed" (of another GPU) or "default"
     trust: str  # "measured", "predicted" or "none"
     row: reader.Row | None
     database: str | None
     misses: tuple[str, ...]  # why each earlier step found nothing
+    grade: str = ""  # of the row's toolchain: "exact", "compatible", "stale" or "unknown"
 
 
 class _Candidate(NamedTuple):
     distance: float
     database: str
     row: reader.Row
+    grade: str
+    rank: int
 
 
 class _Table(NamedTuple):
-    """The rows of every database for one SKU, best database first, newest row first; and why files were left out."""
+    """Rows of every database, best database first, newest row first; and why files were left out.
 
-    rows: tuple[tuple[str, reader.Row], ...]
+    The rows of this SKU, of others with its architecture and units, of others with its architecture.
+    """
+
+    own: tuple[tuple[str, reader.Row], ...]
+    alike: tuple[tuple[str, reader.Row], ...]
+    related: tuple[tuple[str, reader.Row], ...]
     misses: tuple[str, ...]
 
 
@@ -69,11 +79,30 @@ def choose(key: AttentionKey, device: Device) -> Choice:
     return choice
 
 
+def withdraw(key: AttentionKey, device: Device, error: Exception) -> bool:
+    """Replaces the row that a call was given, and that failed to launch, by the default; False if there was none.
+
+    For this process and the cell only; one warning. A compiler other than the row's may refuse what that one compiled.
+    """
+    at = device.sku_key, cell_of(key)
+    failed = _chosen.get(at)
+    if failed is None or failed.row is None:
+        return False
+    reason = f"{type(error).__name__}: {str(error).strip()[:200]}"
+    told = f"{failed.match} {failed.trust}: {failed.database}: row {failed.config.to_json()} failed to launch: {reason}"
+    _chosen[at] = Choice(
+        default_config(device.arch, key), "default", "none", None, None, (*failed.misses, told)
+    )  # fmt: skip
+    _warn(str(failed.database), f"a config failed to launch and the default runs instead: {reason}")
+    return True
+
+
 def reset() -> None:
     """Forgets choices, tables and given warnings: files and environment are read again."""
     _chosen.clear()
     _warned.clear()
     _table.cache_clear()
+    running.cache_clear()
 
 
 def user_db_path(device: Device) -> Path:
@@ -96,9 +125,11 @@ def describe(choice: Choice, key: AttentionKey, device: Device) -> str:
         lines += [
             ("database", str(choice.database)),
             ("row", _spelled(row.cell)),
+            *([("", f"of {row.sku}, another GPU: tune to know")] if row.sku != device.sku_key else []),
             ("", f"{row.ms * 1e3:.4g} us ({row.ms_lo * 1e3:.4g} to {row.ms_hi * 1e3:.4g}), {row.tflops:.4g} TFLOPS"),
             ("", f"confidence {row.confidence}, best of {row.trials} trials"),
-            ("", f"{row.tuned_at}, Triton {row.triton_version}, torch {row.torch_version}"),
+            ("", f"{row.tuned_at}, Triton {row.triton_version}, torch {row.torch_version or '-'}"),
+            ("grade", ": ".join(filter(None, grade(Running(*row.toolchain), running())))),
         ]
     lines += [("config", str(choice.config)), *(("missed", miss) for miss in choice.misses)]
     return "\n".join(f"{label:<9}{text}" for label, text in lines)
@@ -109,24 +140,55 @@ def _spelled(cell: Cell) -> str:
 
 
 def _decide(key: AttentionKey, cell: Cell, device: Device) -> Choice:
-    rows, files = _table(device)
+    own, alike, related, files = _table(device)
     misses = list(files)
-    scored = [
-        _Candidate(distance, path, row) for path, row in rows if (distance := _distance(cell, row.cell)) is not None
-    ]
-    for match, trust in STEPS if device.arch in ARCHS else ():
-        of_trust = [c for c in scored if c.row.trust == trust]
-        for candidate in _ranked(of_trust, match):
-            if reason := broken_limit(candidate.row.config, key, device.arch):
-                misses.append(
-                    f"{match} {trust}: {candidate.database}: row {candidate.row.config.to_json()} breaks: {reason}"
+    tiers = (("", own), ("borrowed", alike), ("borrowed", related)) if device.arch in ARCHS else ()
+    for label, rows in tiers:
+        scored = _scored(cell, rows, misses)
+        for match, trust in STEPS if rows or not label else ():
+            of_trust = [c for c in scored if c.row.trust == trust]
+            step = f"{label} {match} {trust}".lstrip()
+            if found := _fitting(_ranked(of_trust, match), step, key, device, misses):
+                return Choice(
+                    found.row.config, label or match, trust, found.row, found.database, tuple(misses), found.grade
                 )
-                _warn(candidate.database, f"a row that {device.sku_key} cannot run was left out: {reason}")
-                continue
-            _, database, row = candidate
-            return Choice(row.config, match, trust, row, database, tuple(misses))
-        misses.append(f"{match} {trust}: {_nothing(of_trust, match)}")
+            misses.append(f"{step}: {_nothing(of_trust, match)}")
     return Choice(default_config(device.arch, key), "default", "none", None, None, tuple(misses))
+
+
+def _scored(cell: Cell, rows: tuple[tuple[str, reader.Row], ...], misses: list[str]) -> list[_Candidate]:
+    """The rows of the cell's class that the policy admits."""
+    scored, refused = [], 0
+    for path, row in rows:
+        if (distance := _distance(cell, row.cell)) is None:
+            continue
+        graded, _ = grade(Running(*row.toolchain), running())
+        place = rank(graded, _policy())
+        refused += place is None
+        if place is not None:
+            scored.append(_Candidate(distance, path, row, graded, place))
+    if refused:
+        misses.append(f"ZYFA_TRUST={_policy()} refuses {refused} rows of other toolchains")
+    return scored
+
+
+def _policy() -> str:
+    try:
+        return policy()
+    except ValueError as error:
+        _warn("ZYFA_TRUST", str(error))
+        return POLICIES[0]
+
+
+def _fitting(candidates, step: str, key: AttentionKey, device: Device, misses: list[str]) -> _Candidate | None:
+    """The first that the device can run."""
+    for candidate in candidates:
+        reason = broken_limit(candidate.row.config, key, device.arch)
+        if not reason:
+            return candidate
+        misses.append(f"{step}: {candidate.database}: row {candidate.row.config.to_json()} breaks: {reason}")
+        _warn(candidate.database, f"a row that {device.sku_key} cannot run was left out: {reason}")
+    return None
 
 
 def _distance(cell: Cell, other: Cell) -> float | None:
@@ -142,8 +204,9 @@ def _distance(cell: Cell, other: Cell) -> float | None:
 def _ranked(candidates: list[_Candidate], match: str) -> list[_Candidate]:
     """The candidates of a step, best first; equal ones stay in the order of databases, then newest first."""
     if match == "exact":
-        return [c for c in candidates if c.distance == 0]
-    return sorted((c for c in candidates if 0 < c.distance <= NEAREST_OCTAVES), key=lambda c: c.distance)
+        return sorted((c for c in candidates if c.distance == 0), key=lambda c: c.rank)
+    near = (c for c in candidates if 0 < c.distance <= NEAREST_OCTAVES)
+    return sorted(near, key=lambda c: (c.rank, c.distance))
 
 
 def _nothing(candidates: list[_Candidate], match: str) -> str:
@@ -155,18 +218,24 @@ def _nothing(candidates: list[_Candidate], match: str) -> str:
 
 @cache
 def _table(device: Device) -> _Table:
-    rows: list[tuple[str, reader.Row]] = []
+    own: list[tuple[str, reader.Row]] = []
+    alike: list[tuple[str, reader.Row]] = []
+    related: list[tuple[str, reader.Row]] = []
     misses: list[str] = []
     warned = len(_warned)
+    units = device.sku_key.rsplit("/", 1)[1]
     for path, required in _search_list(device, misses):
         found = _rows_of(path, required, misses)
-        mine = [(str(path), row) for row in found if (row.sku, row.arch) == (device.sku_key, device.arch)]
-        if found and not mine:
+        for row in found:
+            if row.arch == device.arch:
+                tier = own if row.sku == device.sku_key else alike if row.sku.endswith(f"/{units}") else related
+                tier.append((str(path), row))
+        if found and all(row.sku != device.sku_key for row in found):
             misses.append(f"{path}: has rows of {', '.join(sorted({row.sku for row in found}))} only")
-        rows += mine
-    if not rows and len(_warned) == warned:
-        _warn(device.sku_key, f"no tuned config for this GPU ({'; '.join(misses)})")
-    return _Table(tuple(rows), tuple(misses))
+    if not own and len(_warned) == warned:
+        lent = "; rows of a related GPU are borrowed" if alike or related else ""
+        _warn(device.sku_key, f"no tuned config for this GPU ({'; '.join(misses)}){lent}")
+    return _Table(tuple(own), tuple(alike), tuple(related), tuple(misses))
 
 
 def _search_list(device: Device, misses: list[str]) -> Iterator[tuple[Path, bool]]:
@@ -177,7 +246,11 @@ def _search_list(device: Device, misses: list[str]) -> Iterator[tuple[Path, bool
         yield user_db_path(device), False
     except RuntimeError as error:  # no home directory
         misses.append(f"user database: {error}")
-    yield reader.DATA / f"{device.db_name}.sqlite", False
+    own = reader.DATA / f"{device.db_name}.sqlite"
+    yield own, False
+    for path in sorted(reader.DATA.glob(f"{device.vendor}-{device.arch}-*.sqlite")):
+        if path != own:
+            yield path, False
 
 
 def _rows_of(path: Path, required: bool, misses: list[str]) -> list[reader.Row]:
