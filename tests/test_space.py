@@ -7,6 +7,7 @@ import pytest
 
 from zyfa.archs import ARCHS, default_config
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.recipes import PRESETS
 from zyfa.tuner.space import RULES, broken_rule, candidates, domains, seeds, suggest
 
 
@@ -126,3 +127,11 @@ def test_seeds_are_legal_and_start_with_the_default(arch, dtype):
         assert len(set(configs)) == len(configs)
         assert all(broken_rule(config, at, arch) is None for config in configs)
     assert len(seeds(key(dtype), arch)) >= 3
+
+
+def test_recipes_widen_or_narrow_the_fp8_axis_only():
+    plain = domains(key("fp8"), "sm90", ("block", "head", "tensor"))["recipe"]
+    assert plain == (PRESETS["balanced"], "block", "head", "tensor")  # the default's is always there
+    assert {c.recipe for c in candidates(key("fp8"), "sm90", ("tensor",))} == {PRESETS["balanced"], "tensor"}
+    assert "tensor" in {c.recipe for c in seeds(key("fp8"), "sm90", ("tensor",))}
+    assert "recipe" not in domains(key("bf16"), "sm90", ("tensor",))

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from fake_landscape import DEFAULT, FakeFarm, make_tools
 
 from zyfa.config import AttentionConfig
+from zyfa.recipes import RECIPES
 from zyfa.tuner import cli, session
+from zyfa.tuner.cli import parse_recipes
 from zyfa.tuning_db.store import Store
 
 GRID = ("--target", "mi355x", "--seq-lens", "512..1k", "--dtypes", "bf16", "--effort", "quick")
@@ -37,7 +39,7 @@ def tune(monkeypatch, tmp_path):
 
     def call(*args, **tools):
         farm = FakeFarm()
-        monkeypatch.setattr(session, "_tools", lambda device, method, lazy: make_tools(farm, **tools))
+        monkeypatch.setattr(session, "_tools", lambda device, method, lazy, recipes: make_tools(farm, **tools))
         result = CliRunner().invoke(cli.main, [*map(str, args), "--db", str(tmp_path / "db.sqlite")])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -193,3 +195,15 @@ def test_a_stopped_run_keeps_its_trials_and_goes_on(tune, tmp_path, signum, code
     with Store(path) as store:
         trials = store.trials()
     assert len({(trial.key, trial.config) for trial in trials}) == len(trials) > kept
+
+
+@pytest.mark.parametrize(
+    "text, names", [("safe", None), ("tensor, head,tensor", ("tensor", "head")), ("all", tuple(RECIPES))]
+)
+def test_recipes_are_parsed(text, names):
+    assert parse_recipes(text) == names
+
+
+def test_an_unknown_recipe_names_the_accepted_ones():
+    with pytest.raises(ValueError, match=r"'fp4' is no recipe.*bf16qk"):
+        parse_recipes("fp4")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from zyfa.device import TARGETS
+from zyfa.recipes import RECIPES
 
 from .effort import EFFORTS
 from .lengths import parse_duration, parse_heads, parse_numbers, parse_seq_lens
@@ -29,6 +30,16 @@ class Parsed(click.ParamType):
             return self._parse(value)
         except ValueError as error:
             return self.fail(str(error), param, ctx)
+
+
+def parse_recipes(text: str) -> tuple[str, ...] | None:
+    """Names of recipes, each once, or None for `safe`; raises ValueError naming the accepted ones."""
+    if text.strip() == "safe":
+        return None
+    names = tuple(RECIPES) if text.strip() == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if bad := [name for name in names if name not in RECIPES]:
+        raise ValueError(f"{bad[0]!r} is no recipe. Accepted: safe, all, or a list of {', '.join(RECIPES)}")
+    return names
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
@@ -54,6 +65,7 @@ class Options:
     effort: str
     budget_s: float | None
     max_error: float
+    recipes: tuple[str, ...] | None  # None: the tuner's safe ones
     db: Path | None
     out: Path | None
     gpus: tuple[int, ...]
@@ -117,6 +129,13 @@ class Options:
     "the error of its recipe in exact arithmetic.",
 )
 @click.option(
+    "--recipes",
+    type=Parsed("names", parse_recipes),
+    default="safe",
+    help="FP8 recipes to search: safe (those that lose at most 5 % on every sample of real activations), all, or a "
+    "list; tensor, head and block are plain FP8 with scales of that granularity.",
+)
+@click.option(
     "--db",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Database that is read and written.  [default: the user's, which zyfa.attention reads]",
@@ -137,8 +156,8 @@ class Options:
     help="Also write the final table as a web page.",
 )
 @click.version_option(package_name="zyfa")
-def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, max_error, db,
-         out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
+def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, max_error,
+         recipes, db, out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
     """Search the fastest configs of prefill attention and store them where zyfa.attention finds them.
 
     With a GPU in this machine configs are timed on it; without one they are compiled for a target GPU, and what the
@@ -163,7 +182,20 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
     except (ValueError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--workload") from error
     options = Options(
-        tuple(cells), target.lower(), method, effort, budget, max_error, db, out, gpus, resume, seed, as_json, report
+        tuple(cells),
+        target.lower(),
+        method,
+        effort,
+        budget,
+        max_error,
+        recipes,
+        db,
+        out,
+        gpus,
+        resume,
+        seed,
+        as_json,
+        report,
     )
     if dry_run:
         return print_plan(options)

@@ -133,7 +133,7 @@ def _tune(options: Options, device: Device, method: str, gpus, console: Console,
     try:
         progress_type = LiveProgress if console.is_terminal else PlainProgress
         progress = progress_type(console, lambda: coordinator.runs, setup.effort.trials)
-        tools = _tools(device, method, farm)
+        tools = _tools(device, method, farm, options.recipes or space.FP8_RECIPES)
         coordinator = Coordinator(options.cells, setup, tools, store, progress, stop.requested, pool)
         with progress:
             runs = coordinator.run()
@@ -176,15 +176,15 @@ class LazyFarm:
             self._farm.close()
 
 
-def _tools(device: Device, method: str, farm: LazyFarm) -> Tools:
+def _tools(device: Device, method: str, farm: LazyFarm, recipes: tuple[str, ...]) -> Tools:
     arch, priced = device.arch, model.DEVICES.get(device.sku)
     return Tools(
         space=lambda key: Space(
-            lambda trial: space.suggest(trial, key, arch),
+            lambda trial: space.suggest(trial, key, arch, recipes),
             lambda config: space.broken_rule(config, key, arch),
-            lambda: space.candidates(key, arch),
+            lambda: space.candidates(key, arch, recipes),
         ),
-        seeds=lambda key: space.seeds(key, arch),
+        seeds=lambda key: space.seeds(key, arch, recipes),
         compile=farm.submit,
         gate=lambda facts, key, config: gate(facts, key, config, arch),
         predict=None if method == "compile" or not priced else lambda f, k, c: model.predict(f, k, c, priced),

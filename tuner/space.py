@@ -30,7 +30,6 @@ _COMMON: dict[str, tuple] = {
     "BLOCK_N": (32, 64, 128),
     "longest_first": (True, False),
     "head_group": (0, 1, 4, 8),
-    "recipe": FP8_RECIPES,
 }
 
 # What the search may choose from. -1 and "" leave a choice to the compiler; async_copy's other value is added below.
@@ -145,8 +144,11 @@ def broken_rule(config: AttentionConfig, key: AttentionKey, arch: str) -> str | 
     return next((rule.name for rule in RULES if not rule.ok(config, key, facts)), None)
 
 
-def domains(key: AttentionKey, arch: str) -> dict[str, tuple]:
-    """The values of each field that matters for key on arch, first the safest; fields left out keep their default."""
+def domains(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> dict[str, tuple]:
+    """The values of each field that matters for key on arch, first the safest; fields left out keep their default.
+
+    recipes: what FP8 may be made of; the recipe of the default config is always among it.
+    """
     space = dict(SPACE[arch])
     newer = space.pop("sched_strategy", None)
     if newer and knows_sched_strategy():
@@ -155,27 +157,30 @@ def domains(key: AttentionKey, arch: str) -> dict[str, tuple]:
         space["async_copy"] = (-1, 0) if knows_sched_strategy() else (-1, 1)
     if not key.causal:
         del space["longest_first"]
-    if key.dtype != "fp8":
-        del space["recipe"]
+    if key.dtype == "fp8":
+        space["recipe"] = tuple(dict.fromkeys((default_config(arch, key).recipe, *recipes)))
     return space
 
 
 @functools.lru_cache(maxsize=64)
-def candidates(key: AttentionKey, arch: str) -> tuple[AttentionConfig, ...]:
-    """Every legal config for key on arch, in an order that depends on nothing else."""
-    space = domains(key, arch)
+def candidates(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> tuple[AttentionConfig, ...]:
+    """Every legal config for key on arch with these FP8 recipes, in an order that depends on nothing else."""
+    space = domains(key, arch, recipes)
     product = (
         AttentionConfig(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values())
     )
     return tuple(config for config in product if broken_rule(config, key, arch) is None)
 
 
-def suggest(trial: "optuna.Trial", key: AttentionKey, arch: str) -> AttentionConfig:
+def suggest(
+    trial: "optuna.Trial", key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES
+) -> AttentionConfig:
     """The config that a trial asks for. It may be illegal: tell broken_rule() to the study as a constraint.
 
     The categories never depend on earlier choices, as TPE needs; a conditional space would split its history.
     """
-    return AttentionConfig(**{name: trial.suggest_categorical(name, v) for name, v in domains(key, arch).items()})
+    space = domains(key, arch, recipes)
+    return AttentionConfig(**{name: trial.suggest_categorical(name, values) for name, values in space.items()})
 
 
 class Seed(NamedTuple):
@@ -243,7 +248,7 @@ def _of_this_space(seed: Seed, key: AttentionKey, arch: str) -> AttentionConfig:
     return AttentionConfig(**config)
 
 
-def seeds(key: AttentionKey, arch: str) -> list[AttentionConfig]:
+def seeds(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> list[AttentionConfig]:
     """Legal starting points without repeats: the default config, known good ones, and those with every FP8 recipe."""
     fitting = [
         _of_this_space(seed, key, arch)
@@ -251,6 +256,6 @@ def seeds(key: AttentionKey, arch: str) -> list[AttentionConfig]:
         if arch.startswith(seed.arch) and key.dtype in seed.dtypes and key.causal in seed.causal
     ]
     if key.dtype == "fp8":  # which recipe is fastest depends on the length more than on the tile
-        fitting += [dataclasses.replace(fitting[0], recipe=recipe) for recipe in FP8_RECIPES]
+        fitting += [dataclasses.replace(fitting[0], recipe=recipe) for recipe in recipes]
     legal = [config for config in fitting if broken_rule(config, key, arch) is None]
     return list(dict.fromkeys([default_config(arch, key), *legal]))
