@@ -12,6 +12,7 @@ from databases import CONFIG, H200, TOOLS, a_key, add_ok, damage, make_db
 from test_schema import BROKEN
 
 from zyfa.config import AttentionConfig
+from zyfa.device import device_of_sku
 from zyfa.tuning_db.cli import cli
 from zyfa.tuning_db.store import Store
 from zyfa.tuning_db.verify import findings
@@ -178,3 +179,15 @@ def test_info_tells_of_the_gpus_here(monkeypatch):
     assert "60 sm visible of 132" in told[1]["units"]
     monkeypatch.setattr(module, "visible_devices", list)
     assert "no NVIDIA or AMD GPU" in zyfa_db("info", "--here").stderr
+
+
+def test_verify_recompiles_what_it_is_asked_to(tmp_path):
+    """A file without rows is a finding of the recompiling check, which runs in a process of its own."""
+    path = tmp_path / "amd-gfx950-mi355x-cu256.sqlite"
+    Store(path, device_of_sku("mi355x")).close()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "zyfa.tuning_db", "verify", "--recompile", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "holds no rows" in done.stdout and "1 findings" in done.stdout

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import itertools
 import os
+import subprocess
 import sys
 
 import click
@@ -111,7 +112,13 @@ def show(files: tuple[str, ...], as_json: bool, as_csv: bool, dtype, trust, seql
 
 @cli.command()
 @FILES
-def verify(files: tuple[str, ...]) -> None:
+@click.option(
+    "--recompile",
+    is_flag=True,
+    help="Also compile every winner with this Triton, which needs no GPU: it must still compile, spill nothing, and be "
+    "tuned for these kernels.",
+)
+def verify(files: tuple[str, ...], recompile: bool) -> None:
     """Check each FILE and print what is wrong with it; exit 1 if anything is.
 
     Checked are the file (integrity, application_id, schema), every winner (its trial exists, is ok, has the trust that
@@ -119,7 +126,10 @@ def verify(files: tuple[str, ...]) -> None:
 
     \b
         zyfa-db verify *.sqlite
+        zyfa-db verify --recompile mine.sqlite
     """
+    if recompile:  # the tuner's business, and in a process of its own: this package knows no compiler
+        sys.exit(subprocess.run([sys.executable, "-P", "-m", "zyfa.tuner.check_databases", *files]).returncode)
     bad = 0
     for path in files:
         faults = findings(path)

@@ -28,6 +28,7 @@ from zyfa.errors import ConfigError, DatabaseError
 
 from .codec import pack_facts, pack_samples, unpack_facts, unpack_samples
 from .content import Content, Crown, Record
+from .mounts import network_type
 from .reader import Row, granularity_of, seal_of
 from .schema import Toolchain, check_objects, migrate
 
@@ -79,6 +80,11 @@ class Store:
 
     def __init__(self, path: str | os.PathLike, device: Device | None = None, model_version: str = ""):
         self.path = Path(path)
+        if kind := network_type(self.path):
+            warnings.warn(
+                f"{path}: lies on {kind}, where SQLite's locks may not hold: tune into a local file and copy it there",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             conn = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
