@@ -9,7 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import zyfa
 import zyfa.archs
-from zyfa.kernels.replay import Plan, Recorder
+from zyfa.kernels import launch
+from zyfa.kernels.replay import Launch, Plan, Recorder, distinct
 
 
 class Compiled:
@@ -64,6 +65,31 @@ def test_temporaries_share_one_workspace_and_keep_their_offsets():
     assert plan.workspace_bytes == 768
 
 
+def test_one_tensor_given_twice_is_replayed_with_two():
+    x = torch.zeros(8)
+    inputs = distinct((x, None, x, x))
+    assert inputs[0] is x and inputs[1] is None and len({id(t) for t in inputs}) == 4
+    assert {t.data_ptr() for t in inputs if t is not None} == {x.data_ptr()}
+    compiled, recorder = record(inputs[0], inputs[2])
+    y, z = torch.zeros(8), torch.zeros(8)
+    Plan(recorder.launches, inputs).run((y, None, z, x), x.device)
+    assert compiled.calls[0][1][:2] == (y.data_ptr(), z.data_ptr())
+
+
+def test_a_call_on_one_tensor_thrice_leaves_a_plan_for_three(monkeypatch):
+    """Through attention_forward: self-attention of one tensor first, then other tensors of the same layout."""
+    compiled = Compiled()
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch.Recorder, "start", lambda self, kernel, grid, args, constants: self.launches.append(
+        Launch(compiled, (1, 1, 1), args)))  # fmt: skip
+    x, (q, k, v) = torch.zeros(1, 64, 2, 32).bfloat16(), make_qkv(1, 64, 64, 2, 2, 32)
+    config = zyfa.AttentionConfig(64, 64, 4, 1)
+    launch.attention_forward(x, x, x, config=config, arch="gfx950")
+    out, _ = launch.attention_forward(q, k, v, config=config, arch="gfx950")
+    ((_, args),) = compiled.calls
+    assert args[:4] == tuple(t.data_ptr() for t in (q, k, v, out))
+
+
 def test_descriptors_move_with_their_base():
     x = torch.zeros(64, 64)
     descriptor = TensorDescriptor(x, [64, 64], [64, 1], [16, 16])
@@ -109,3 +135,13 @@ def test_replays_can_be_captured_in_a_graph():
     graph.replay()
     assert_correct(out, *new, zyfa.recipes.PRESETS["balanced"], "sm90", causal=True)
     assert not torch.equal(out, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_replay_of_self_attention_reads_all_three_tensors(precision):
+    x = make_qkv(1, 256, 256, 4, 4, 64, device="cuda")[0]
+    zyfa.attention(x, x, x, precision=precision)
+    q, k, v = make_qkv(1, 256, 256, 4, 4, 64, device="cuda", seed=1)
+    recipe = "none" if precision == "bf16" else zyfa.explain(q, k, v, precision=precision).config.recipe
+    assert_correct(zyfa.attention(q, k, v, precision=precision), q, k, v, recipe, "sm90")

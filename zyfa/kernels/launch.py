@@ -11,7 +11,7 @@ from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
 from .operands import Operands, Quantiser, Shape, as_descriptors, plain, shape_of, strides_of
-from .replay import Compiler, Plan, Recorder
+from .replay import Compiler, Plan, Recorder, distinct
 
 LOG2E = 1.4426950408889634
 MAX_PLANS = 4096  # recorded call signatures; beyond, as with ever new lengths, all are forgotten
@@ -101,7 +101,7 @@ def attention_forward(
     if plan is not None:
         plan.run(inputs, q.device)
         return out, lse
-    recorder = Recorder()
+    recorder, inputs = Recorder(), distinct(inputs)
     _start(recorder, inputs, *fixed)
     if recorder.replayable:
         if len(_plans) >= MAX_PLANS:

@@ -68,10 +68,20 @@ def _rebased(descriptor: TensorDescriptor, address: int) -> TensorDescriptor:
     return new
 
 
+def distinct(inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The inputs, each an object of its own: a record of attention(x, x, x) is replayed with three tensors."""
+    unique: list[torch.Tensor | None] = []
+    for x in inputs:
+        repeated = x is not None and any(x is other for other in unique)
+        unique.append(x.detach() if x is not None and repeated else x)
+    return tuple(unique)
+
+
 class Plan:
     """The launches of one call signature; run() repeats them on the tensors of another call."""
 
     def __init__(self, launches: Sequence[Launch], inputs: Sequence[torch.Tensor | None]):
+        """inputs: those that the launches were recorded with, each of them distinct()."""
         self.workspace_bytes = 0
         self._parts: dict[int, int] = {}  # address of a recorded temporary's storage -> offset in the workspace
         self._places = {id(x): i for i, x in enumerate(inputs) if x is not None}
