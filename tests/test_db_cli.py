@@ -87,7 +87,10 @@ def test_verify_passes_what_the_store_writes(db, tmp_path):
         ("UPDATE configs SET config = replace(config, ':', ': ')", "not in its canonical spelling"),
         ("UPDATE configs SET config = json_set(config, '$.num_warps', 3)", "num_warps is 1, 2, 4 or 8"),
         ("UPDATE configs SET config = json_set(config, '$.x', 3)", "unknown config fields"),
-        ("UPDATE configs SET granularity = 'head'", "granularity is head, that of its recipe none"),
+        (
+            "UPDATE configs SET granularity = 'head'",
+            "granularity and recipe are ('head', 'none'), those of the config ('none', 'none')",
+        ),
         ("UPDATE meta SET value = 'amd' WHERE key = 'vendor'", "contradicts vendor"),
         ("DELETE FROM meta WHERE key = 'sku'", "sku is None"),
         ("UPDATE meta SET value = 'sm80' WHERE key = 'arch'", "none of gfx950, gfx942, sm90"),

@@ -27,7 +27,7 @@ BUSY_S = 5.0  # a commit holds the file for milliseconds; of 49 reads amid three
 
 
 class Row(NamedTuple):
-    """One row of the view `best`, checked. Times in ms, tflops as the view counts them, rel_err None if unknown."""
+    """One row of view `best` or `front`, checked. Times in ms, tflops as the view counts; rel_err None if unknown."""
 
     sku: str
     arch: str
@@ -65,14 +65,17 @@ class Row(NamedTuple):
         return Toolchain(self.kernel_hash, self.triton_version, self.torch_version, self.driver_version)
 
 
-def read(path: str | os.PathLike, skipped: list[str] | None = None) -> list[Row]:
+def read(path: str | os.PathLike, skipped: list[str] | None = None, view: str = "best") -> list[Row]:
     """The rows of `best`, newest first; a cell tuned with several toolchains has several.
+
+    view "front": instead the best row of each recipe in a cell, also of recipes beyond the tuner's error bound.
 
     A row that is not valid is left out, and why is appended to `skipped`. Raises DatabaseError naming the file and the
     reason when it cannot be used at all, SchemaTooNew when a newer ZYFA wrote it.
     """
+    assert view in ("best", "front")
     with opened(path) as conn:
-        found = conn.execute(f"SELECT {', '.join(Row._fields)} FROM best LIMIT {MAX_ROWS + 1}").fetchall()
+        found = conn.execute(f"SELECT {', '.join(Row._fields)} FROM {view} LIMIT {MAX_ROWS + 1}").fetchall()
     if len(found) > MAX_ROWS:
         raise DatabaseError(f"{path}: more than {MAX_ROWS} rows")
     rows = []

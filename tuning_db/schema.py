@@ -28,6 +28,29 @@ class Toolchain(NamedTuple):
     driver_version: str
 
 
+# The contract with readers: an FP8 row is shown only if its recipe has a certificate. Under the causal mask query i
+# sees the keys j <= i + seqlen_k - seqlen_q: with m = min(seqlen_q, seqlen_k) that is m (2 seqlen_k - m + 1) / 2 pairs,
+# of 2 (head_dim + head_dim_v) FLOPs each.
+_VIEW = """CREATE VIEW {name} AS
+SELECT (SELECT value FROM meta WHERE key = 'sku') AS sku, (SELECT value FROM meta WHERE key = 'arch') AS arch,
+    c.dtype, c.head_dim, c.head_dim_v, c.nheads_ratio, c.causal, c.window_class, c.batch_heads, c.seqlen_q, c.seqlen_k,
+    f.config, f.granularity, t.ms, t.ms_lo, t.ms_hi,
+    2.0 * (c.head_dim + c.head_dim_v) * s.batch * s.nheads / (t.ms * 1e9) * CASE c.causal
+        WHEN 0 THEN s.seqlen_q * s.seqlen_k
+        ELSE min(s.seqlen_q, s.seqlen_k) * (2 * s.seqlen_k - min(s.seqlen_q, s.seqlen_k) + 1) / 2
+    END AS tflops,
+    t.rel_err, w.trust, w.confidence, w.trials,
+    h.kernel_hash, h.triton_version, h.torch_version, h.driver_version, w.tuned_at
+FROM {table} w
+JOIN trials t ON t.id = w.trial AND t.toolchain = w.toolchain AND t.trust = w.trust
+JOIN shapes s ON s.id = t.shape AND s.cell = w.cell
+JOIN cells c ON c.id = w.cell
+JOIN configs f ON f.id = t.config
+JOIN toolchains h ON h.id = w.toolchain
+LEFT JOIN certificates k ON k.toolchain = w.toolchain AND k.trust = w.trust AND k.recipe = f.recipe
+    AND k.head_dim = c.head_dim AND k.head_dim_v = c.head_dim_v AND k.causal = c.causal
+WHERE t.outcome = 'ok' AND (c.dtype <> 'fp8' OR k.worst IS NOT NULL)"""
+
 _INITIAL = (
     """CREATE TABLE meta (
     key   TEXT NOT NULL PRIMARY KEY,  -- sku (the whole key), vendor, arch, units, names (JSON), model_version
@@ -36,7 +59,8 @@ _INITIAL = (
     """CREATE TABLE configs (
     id          INTEGER PRIMARY KEY,
     config      TEXT NOT NULL,  -- AttentionConfig.to_json()
-    granularity TEXT NOT NULL   -- of the config's recipe; 'none' without one
+    granularity TEXT NOT NULL,  -- of the config's recipe; 'none' without one
+    recipe      TEXT NOT NULL   -- as in the config, so that SQL finds its certificate; 'none' without one
 ) STRICT""",
     """CREATE TABLE cells (  -- zyfa.config.Cell; lengths and batch_heads are upper ends of octaves
     id           INTEGER PRIMARY KEY,
@@ -104,25 +128,31 @@ _INITIAL = (
     tuned_at   TEXT    NOT NULL,                                    -- UTC
     PRIMARY KEY (cell, toolchain, trust)
 ) STRICT, WITHOUT ROWID""",
-    # The contract with readers. Under the causal mask query i sees the keys j <= i + seqlen_k - seqlen_q: with
-    # m = min(seqlen_q, seqlen_k) that is m (2 seqlen_k - m + 1) / 2 pairs, of 2 (head_dim + head_dim_v) FLOPs each.
-    """CREATE VIEW best AS
-SELECT (SELECT value FROM meta WHERE key = 'sku') AS sku, (SELECT value FROM meta WHERE key = 'arch') AS arch,
-    c.dtype, c.head_dim, c.head_dim_v, c.nheads_ratio, c.causal, c.window_class, c.batch_heads, c.seqlen_q, c.seqlen_k,
-    f.config, f.granularity, t.ms, t.ms_lo, t.ms_hi,
-    2.0 * (c.head_dim + c.head_dim_v) * s.batch * s.nheads / (t.ms * 1e9) * CASE c.causal
-        WHEN 0 THEN s.seqlen_q * s.seqlen_k
-        ELSE min(s.seqlen_q, s.seqlen_k) * (2 * s.seqlen_k - min(s.seqlen_q, s.seqlen_k) + 1) / 2
-    END AS tflops,
-    t.rel_err, w.trust, w.confidence, w.trials,
-    h.kernel_hash, h.triton_version, h.torch_version, h.driver_version, w.tuned_at
-FROM winners w
-JOIN trials t ON t.id = w.trial AND t.toolchain = w.toolchain AND t.trust = w.trust
-JOIN shapes s ON s.id = t.shape AND s.cell = w.cell
-JOIN cells c ON c.id = w.cell
-JOIN configs f ON f.id = t.config
-JOIN toolchains h ON h.id = w.toolchain
-WHERE t.outcome = 'ok'""",
+    f"""CREATE TABLE fronts (  -- the best config of each recipe in a cell: time against error
+    cell       INTEGER NOT NULL REFERENCES cells(id),
+    toolchain  INTEGER NOT NULL REFERENCES toolchains(id),
+    trust      TEXT    NOT NULL CHECK (trust IN {TRUSTS}),
+    recipe     TEXT    NOT NULL,
+    trial      INTEGER NOT NULL REFERENCES trials(id),
+    confidence TEXT    NOT NULL CHECK (confidence IN {CONFIDENCES}),
+    trials     INTEGER NOT NULL CHECK (trials > 0),  -- how many of this recipe it was chosen from
+    tuned_at   TEXT    NOT NULL,                     -- UTC
+    PRIMARY KEY (cell, toolchain, trust, recipe)
+) STRICT, WITHOUT ROWID""",
+    f"""CREATE TABLE certificates (  -- how far off an FP8 recipe was on inputs that are hard for it
+    toolchain  INTEGER NOT NULL REFERENCES toolchains(id),
+    trust      TEXT    NOT NULL CHECK (trust IN {TRUSTS}),  -- measured: the kernel on this GPU; predicted: emulation
+    recipe     TEXT    NOT NULL,
+    head_dim   INTEGER NOT NULL CHECK (head_dim > 0),
+    head_dim_v INTEGER NOT NULL CHECK (head_dim_v > 0),
+    causal     INTEGER NOT NULL CHECK (causal IN (0, 1)),
+    worst      REAL    NOT NULL CHECK (worst >= 0 AND worst < 1e9),  -- largest of errors
+    errors     TEXT    NOT NULL,                                     -- JSON, input: [relative error of each seed]
+    created_at INTEGER NOT NULL CHECK (created_at > 0),              -- Unix seconds
+    PRIMARY KEY (toolchain, trust, recipe, head_dim, head_dim_v, causal)
+) STRICT, WITHOUT ROWID""",
+    _VIEW.format(name="best", table="winners"),
+    _VIEW.format(name="front", table="fronts"),
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_INITIAL,)  # forward only: a released step is never edited

@@ -168,9 +168,8 @@ class Store:
             with self._writing():
                 record["shape"] = self._shape_id(key)
                 record["toolchain"] = self._id("toolchains", toolchain._asdict())
-                record["config"] = self._id(
-                    "configs", {"config": config.to_json(), "granularity": granularity_of(config)}
-                )
+                row = {"config": config.to_json(), "granularity": granularity_of(config), "recipe": config.recipe}
+                record["config"] = self._id("configs", row)
                 record["facts"] = self._id("facts", {"facts": facts_json})
                 return self._insert("trials", record)
         except sqlite3.IntegrityError as error:

@@ -10,6 +10,7 @@ from zyfa.config import AttentionConfig, AttentionKey, cell_of
 from zyfa.errors import ConfigError, DatabaseError
 from zyfa.limits import broken_limit
 
+from .certificates import uncertified
 from .reader import granularity_of, opened, read
 
 
@@ -17,7 +18,7 @@ def findings(path: str | os.PathLike) -> list[str]:
     """One line per fault of the database; empty if it may be shipped. Never raises for what the file holds."""
     try:
         with opened(path) as conn:
-            found = [*_integrity(conn), *_meta(conn), *_winners(conn), *_trials(conn)]
+            found = [*_integrity(conn), *_meta(conn), *_winners(conn), *uncertified(conn), *_trials(conn)]
         skipped: list[str] = []
         read(path, skipped)
     except DatabaseError as error:
@@ -75,23 +76,24 @@ def _trials(conn: sqlite3.Connection) -> Iterator[str]:
     rows = conn.execute(
         """SELECT DISTINCT c.dtype, c.head_dim, c.head_dim_v, s.nheads, s.nheads_k, s.batch, s.seqlen_q, s.seqlen_k,
             c.causal, c.window_class, c.nheads_ratio, c.batch_heads, c.seqlen_q, c.seqlen_k,
-            f.config, f.granularity, t.outcome = 'ok'
+            f.config, f.granularity, f.recipe, t.outcome = 'ok'
         FROM trials t JOIN shapes s ON s.id = t.shape JOIN cells c ON c.id = s.cell JOIN configs f ON f.id = t.config"""
     )
-    for *fields, config, granularity, ok in rows:
+    for *fields, config, granularity, recipe, ok in rows:
         key = AttentionKey(*fields[:10])
         cell = cell_of(key)
         if (cell.nheads_ratio, cell.batch_heads, cell.seqlen_q, cell.seqlen_k) != tuple(fields[10:]):
             yield f"shape {key} lies in another cell than it says"
-        if fault := _config_fault(config, granularity, key if ok else None, arch):
+        if fault := _config_fault(config, (granularity, recipe), key if ok else None, arch):
             yield f"config {config}: {fault}"
 
 
-def _config_fault(text: str, granularity: str, key: AttentionKey | None, arch: str) -> str | None:
+def _config_fault(text: str, columns: tuple[str, str], key: AttentionKey | None, arch: str) -> str | None:
     try:
         config = AttentionConfig.from_json(text)
-        if granularity_of(config) != granularity:
-            return f"granularity is {granularity}, that of its recipe {granularity_of(config)}"
+        own = granularity_of(config), config.recipe
+        if columns != own:
+            return f"granularity and recipe are {columns}, those of the config {own}"
     except ConfigError as error:
         return str(error)
     if config.to_json() != text:
