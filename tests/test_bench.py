@@ -55,7 +55,7 @@ def test_on_the_cpu_the_call_is_the_emulation(rows):
 
 
 def test_precision_fp8_is_emulated_with_the_recipe_that_runs():
-    (sample,) = samples_of(["sink"], [32], SHAPE, 0)
+    (sample,) = samples_of(["sink"], [(32, 32)], SHAPE, 0)
     (row,) = measure(sample, ["fp8"], False, "cpu")
     assert row.recipe != "none" and row.ratio == pytest.approx(1, abs=0.02) and row.cut is None and row.head_dim == 32
 
@@ -76,7 +76,7 @@ def test_precision_fp8_is_emulated_with_the_recipe_that_runs():
 def test_fault(rows, precision, ratio, bad):
     row = rows["bf16" if precision == "bf16" else "fp8:accurate"]._replace(ratio=ratio, precision=precision)
     assert (fault(row) is not None) == bad
-    assert not bad or (precision in fault(row) and row.input in fault(row))
+    assert not bad or (precision in fault(row) and row.name in fault(row))
 
 
 def test_accuracy_prints_writes_and_accepts(tmp_path):
@@ -84,7 +84,7 @@ def test_accuracy_prints_writes_and_accepts(tmp_path):
     folder = tmp_path / "samples"
     folder.mkdir()
     (folder / "one.npz").symlink_to(next(CHECKOUT_ACTIVATIONS.glob("smollm2*.npz")))
-    args = ("--families", "normal", "--head-dims", "32", "--seqlen", "64", "--precisions", "bf16,fp8:per_tensor")
+    args = ("--families", "normal", "--head-dims", "32", "--seqlen", "64", "--recipes", "bf16,fp8:per_tensor")
     result = bench("accuracy", "--activations", str(folder), *args, "--device", "cpu", "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "normal" in result.output and "one" in result.output
@@ -97,7 +97,7 @@ def test_accuracy_fails_when_the_kernel_does_not_compute_the_recipe(monkeypatch,
     real = zyfa.interface.attention
     monkeypatch.setattr(zyfa.interface, "attention", lambda *a, **kw: real(*a, **kw) * 1.1)
     path = tmp_path / "accuracy.json"
-    args = ("--families", "normal", "--head-dims", "32", "--seqlen", "64", "--precisions", "bf16", "--json", str(path))
+    args = ("--families", "normal", "--head-dims", "32", "--seqlen", "64", "--recipes", "bf16", "--json", str(path))
     monkeypatch.setattr(bench_cli, "samples_in", lambda folder: [])
     result = bench("accuracy", "--device", "cpu", *args)
     assert result.exit_code == 1 and "normal D32 bf16" in result.stderr
@@ -108,8 +108,9 @@ def test_accuracy_fails_when_the_kernel_does_not_compute_the_recipe(monkeypatch,
     "args, text",
     [
         (["accuracy", "--families", "sinks"], "late_sink"),
-        (["accuracy", "--precisions", "int4"], "fp8:balanced"),
+        (["accuracy", "--recipes", "int4"], "fp8:balanced"),
         (["accuracy", "--head-dims", "20"], "multiples of 8"),
+        (["accuracy", "--head-dims", "64,192/128/64"], "192/128"),
         (["accuracy", "--activations", "/nowhere"], "/nowhere"),
         (["speed", "--seq-lens", "32k..512"], "backwards"),
         (["speed", "--heads", "32:5"], "32:8"),

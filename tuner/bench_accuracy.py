@@ -3,7 +3,9 @@
 Their ratio separates two questions: how good the recipe is, and whether the kernel computes the recipe.
 """
 
+import dataclasses
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from zyfa.archs import default_config
-from zyfa.recipes import PRESETS
+from zyfa.recipes import PRESETS, RECIPES
 from zyfa.reference import attention_ref, emulate, relative_error
 
 from .inputs import FAMILIES, Shape, load_activations
 
 PRECISIONS = ("bf16", *(f"fp8:{name}" for name in PRESETS))
-BASELINE = "fp8:per_tensor"
+BASELINE = PRESETS["per_tensor"]  # a recipe
 FP8_RATIO = 1.5  # how far kernel and emulation may be apart, either way
 BF16_RATIO = 2.0  # how much worse than the same maths in bf16 the kernel may be
 
@@ -32,13 +34,18 @@ class Sample(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """Errors of one call. All are relative: error to ||ref||, max_error to the largest |ref|."""
+    """Errors of one call. All are relative: error to ||ref||, max_error to the largest |ref|.
 
-    input: str
+    name: of the sample; family: "activations" for those of real models, else the name.
+    """
+
+    name: str
+    family: str
     batch: int
     nheads: int
     nheads_k: int
     head_dim: int
+    head_dim_v: int
     seqlen: int
     causal: bool
     precision: str
@@ -48,7 +55,7 @@ class Accuracy(NamedTuple):
     ratio: float  # error / emulation_error
     cosine: float
     max_error: float
-    cut: float | None  # share of the error of fp8:per_tensor that this recipe removes; None if that was not run
+    cut: float | None  # share of the error of per-tensor FP8 that this recipe removes; None if that was not run
 
 
 def samples_in(folder: Path) -> Iterator[Sample]:
@@ -60,47 +67,51 @@ def samples_in(folder: Path) -> Iterator[Sample]:
         yield Sample(path.stem, *load_activations(path))
 
 
-def samples_of(families: Iterable[str], head_dims: Sequence[int], shape: Shape, seed: int) -> Iterator[Sample]:
-    """The synthetic families at every head dim."""
-    for family in families:
-        for head_dim in head_dims:
-            yield Sample(family, *FAMILIES[family](shape._replace(head_dim=head_dim), seed))
+def samples_of(
+    families: Iterable[str], head_dims: Iterable[tuple[int, int]], shape: Shape, seed: int
+) -> Iterator[Sample]:
+    """The synthetic families at every (head_dim, head_dim_v)."""
+    for head_dim, head_dim_v in head_dims:
+        for family in families:
+            q, k, v = FAMILIES[family](shape._replace(head_dim=max(head_dim, head_dim_v)), seed)
+            yield Sample(family, q[..., :head_dim], k[..., :head_dim], v[..., :head_dim_v])
 
 
-def measure(sample: Sample, precisions: Sequence[str], causal: bool, device: str) -> list[Accuracy]:
-    """One Accuracy for each precision; `zyfa.attention` runs on `device`, reference and emulation on the CPU."""
-    qkv = sample[1:]
-    ref = attention_ref(*qkv, causal=causal)
-    rows = [_measure_one(sample, precision, causal, device, ref) for precision in precisions]
-    base = next((row.error for row in rows if row.precision == BASELINE), None)
+def measure(sample: Sample, names: Sequence[str], causal: bool, device: str) -> list[Accuracy]:
+    """One Accuracy for each name, which is a precision or a recipe; `zyfa.attention` runs on `device`."""
+    ref = attention_ref(*sample[1:], causal=causal)
+    rows = [_measure_one(sample, name, causal, device, ref) for name in names]
+    base = next((row.error for row in rows if row.recipe == BASELINE), None)
     return [row._replace(cut=_cut(row, base)) for row in rows]
 
 
-def _measure_one(sample: Sample, precision: str, causal: bool, device: str, ref: torch.Tensor) -> Accuracy:
+def _measure_one(sample: Sample, name: str, causal: bool, device: str, ref: torch.Tensor) -> Accuracy:
     from zyfa.interface import attention  # the call that users make; late, so that --help needs no kernels
 
     on_device = [x.to(device) for x in sample[1:]]
-    out = attention(*on_device, causal=causal, precision=precision).cpu()
-    recipe, arch = _recipe_of(on_device, precision, causal)
+    how, arch = _how(on_device, name, causal)
+    out = attention(*on_device, causal=causal, **how).cpu()
+    recipe = how["config"].recipe if how["precision"] != "bf16" else "none"
     error, emulated = relative_error(out, ref), relative_error(_emulated(sample, recipe, arch, causal), ref)
     batch, seqlen, nheads, head_dim = sample.q.shape
     return Accuracy(
-        sample.name, batch, nheads, sample.k.shape[2], head_dim, seqlen, causal, precision, recipe,
-        error, emulated, error / emulated if emulated else math.inf,
-        _cosine(out.double(), ref), float((out - ref).abs().max() / ref.abs().max()), None,
+        sample.name, sample.name if sample.name in FAMILIES else "activations", batch, nheads, sample.k.shape[2],
+        head_dim, sample.v.shape[3], seqlen, causal, how["precision"], recipe, error, emulated,
+        error / emulated if emulated else math.inf, _cosine(out.double(), ref),
+        float((out - ref).abs().max() / ref.abs().max()), None,
     )  # fmt: skip
 
 
-def _recipe_of(qkv: Sequence[torch.Tensor], precision: str, causal: bool) -> tuple[str, str]:
-    """(recipe, architecture) that attention runs a precision with; the CPU path is gfx950's format."""
+def _how(qkv: Sequence[torch.Tensor], name: str, causal: bool) -> tuple[dict, str]:
+    """({precision, config} of the call, architecture); the CPU path is gfx950's format."""
     from zyfa.interface import CPU_ARCH, explain
 
+    precision = "fp8" if name in RECIPES else name
     why = explain(*qkv, causal=causal, precision=precision)
     arch = why.device.arch if why.device else CPU_ARCH
-    if why.call.key.dtype != "fp8":
-        return "none", arch
     config = why.config or default_config(arch, why.call.key)
-    return why.call.preset or config.recipe, arch
+    recipe = name if name in RECIPES else why.call.preset or config.recipe
+    return {"precision": precision, "config": dataclasses.replace(config, recipe=recipe)}, arch
 
 
 def _cosine(out: torch.Tensor, ref: torch.Tensor) -> float:
@@ -125,6 +136,18 @@ def fault(row: Accuracy) -> str | None:
     if low <= row.ratio <= high:
         return None
     return (
-        f"{row.input} D{row.head_dim} {row.precision}: error {row.error:.3e} is {row.ratio:.3g} times the emulation's "
-        f"{row.emulation_error:.3e}; accepted are {low:.2g} to {high:g}"
+        f"{row.name} D{row.head_dim} {row.precision} {row.recipe}: error {row.error:.3e} is {row.ratio:.3g} times "
+        f"the emulation's {row.emulation_error:.3e}; accepted are {low:.2g} to {high:g}"
     )
+
+
+def medians(rows: Sequence[Accuracy]) -> list[tuple[str, str, int, float, float | None]]:
+    """(recipe, family, samples, median error, median cut) over head dims and samples, in the order of the rows."""
+    groups: dict[tuple[str, str], list[Accuracy]] = {}
+    for row in rows:
+        groups.setdefault((row.recipe, row.family), []).append(row)
+    return [
+        (recipe, family, len(group), statistics.median(row.error for row in group),
+         None if any(row.cut is None for row in group) else statistics.median(row.cut or 0.0 for row in group))
+        for (recipe, family), group in groups.items()
+    ]  # fmt: skip

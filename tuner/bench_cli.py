@@ -1,6 +1,7 @@
 """zyfa-bench: the evidence, as tables on a terminal and as JSON whose numbers can be recomputed."""
 
 import datetime
+import importlib.util
 import json
 import math
 import subprocess
@@ -12,7 +13,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .bench_accuracy import BASELINE, PRECISIONS, Accuracy, fault, measure, samples_in, samples_of
+from zyfa.recipes import RECIPES
+
+from .bench_accuracy import BASELINE, PRECISIONS, Accuracy, fault, measure, medians, samples_in, samples_of
+from .bench_plot import HINT, save_accuracy
 from .inputs import CHECKOUT_ACTIVATIONS, FAMILIES, Shape
 from .lengths import parse_heads, parse_numbers, parse_seq_lens
 
@@ -20,7 +24,8 @@ MASKS = {"both": (True, False), "causal": (True,), "full": (False,)}
 SEED = 0
 ACCURACY_METHOD = (
     "relative Frobenius error of zyfa.attention against float64; emulation_error is that of the same arithmetic on the "
-    f"CPU, ratio = error / emulation_error; cut = 1 - error / error of {BASELINE}"
+    f"CPU, ratio = error / emulation_error; cut = 1 - error / error of recipe {BASELINE}; max_error is relative to the "
+    "largest |output|"
 )
 
 
@@ -55,6 +60,25 @@ def _head_dims(text: str) -> tuple[int, ...]:
     return parse_numbers(text, "head dim", 16, 256, 8)
 
 
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """(head_dim, head_dim_v) of each part like 128 or 192/128."""
+    parts = [[*_head_dims(dims.replace("/", ","))] for dims in text.split(",")]
+    if bad := [part for part in parts if len(part) > 2]:
+        raise ValueError(f"{bad[0]} has more than the head dims of Q, K and of V. Accepted: like 64,128,192/128")
+    return tuple((part[0], part[-1]) for part in parts)
+
+
+def _recipes(text: str) -> tuple[str, ...]:
+    """Names that bench_accuracy.measure takes; presets and all come with bf16, the floor."""
+    groups = {"presets": PRECISIONS, "all": ("bf16", *RECIPES)}
+    if text in groups:
+        return groups[text]
+    try:
+        return _one_of((*PRECISIONS, "fp8", *RECIPES))(text)
+    except ValueError as error:
+        raise ValueError(str(error).replace("Accepted: all, none,", "Accepted: presets, all,")) from None
+
+
 def _option(name: str, default: str, parse: Callable[[str], object], help: str) -> Callable:
     return click.option(name, default=default, show_default=True, callback=_parsed(parse), help=help)
 
@@ -78,13 +102,20 @@ def cli() -> None:
     "an installed wheel has none, and needs the option.",
 )  # fmt: skip
 @_option("--families", "all", _one_of(FAMILIES), "Synthetic inputs: all, none, or a list.")
-@_option("--head-dims", "128", _head_dims, "Of the synthetic inputs.")
-@_option("--precisions", ",".join(PRECISIONS), _one_of((*PRECISIONS, "fp8")), "What attention(precision=) is given.")
+@_option("--head-dims", "128", _pairs, "Of the synthetic inputs, like 64,128,192/128 (Q and K / V).")
+@_option(
+    "--recipes",
+    "presets",
+    _recipes,
+    "presets (with bf16), all, or a list of recipe names, bf16, fp8 (as tuned), "
+    "fp8:balanced ... A cut needs recipe tensor among them.",
+)
 @click.option("--seqlen", type=click.IntRange(1, 1 << 15), default=512, help="Of the synthetic inputs.")
 @click.option("--causal/--full", default=True, help="The mask.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where zyfa.attention runs.")
 @json_option
-def accuracy(activations, families, head_dims, precisions, seqlen, causal, device, json_path) -> None:
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the errors, like errors.png.")
+def accuracy(activations, families, head_dims, recipes, seqlen, causal, device, json_path, plot) -> None:
     """Error of zyfa.attention against float64 and against the CPU emulation of its recipe.
 
     Exits with 1 when GPU and emulation differ by more than 1.5x, or bf16 has more than 2x the error of plain bf16.
@@ -92,12 +123,17 @@ def accuracy(activations, families, head_dims, precisions, seqlen, causal, devic
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if device == "cuda":
         _need_gpu()
+    if plot and not importlib.util.find_spec("matplotlib"):
+        raise click.UsageError(HINT)
     samples = [
         *samples_in(_activations(activations)),
-        *samples_of(families, head_dims, Shape(1, seqlen, 8, 2, 128), SEED),
+        *samples_of(families, head_dims, Shape(1, seqlen, 4, 2, 128), SEED),
     ]
-    rows = [row for sample in samples for row in measure(sample, precisions, causal, device)]
+    rows = [row for sample in samples for row in measure(sample, recipes, causal, device)]
     _print(_accuracy_table(rows, device))
+    _print(_median_table(rows))
+    if plot:
+        save_accuracy(rows, plot)
     _write(json_path, ACCURACY_METHOD, [row._asdict() for row in rows], device)
     _exit_with([reason for row in rows if (reason := fault(row))])
 
@@ -118,10 +154,22 @@ def _accuracy_table(rows: Sequence[Accuracy], device: str) -> Table:
     )
     for row in rows:
         table.add_row(
-            row.input, row.precision, row.recipe, str(row.head_dim), f"{row.error:.3%}", f"{row.emulation_error:.3%}",
+            row.name, row.precision, row.recipe, _dims(row.head_dim, row.head_dim_v), f"{row.error:.3%}",
+            f"{row.emulation_error:.3%}",
             f"{row.ratio:.2f}", f"{row.cosine:.5f}", f"{row.max_error:.2%}",
             "" if row.cut is None else f"{row.cut:.0%}",
         )  # fmt: skip
+    return table
+
+
+def _dims(head_dim: int, head_dim_v: int) -> str:
+    return str(head_dim) if head_dim == head_dim_v else f"{head_dim}/{head_dim_v}"
+
+
+def _median_table(rows: Sequence[Accuracy]) -> Table:
+    table = _table("Medians over samples and head dims", ("recipe", "family"), ("n", "error", "cut"))
+    for recipe, family, count, error, cut in medians(rows):
+        table.add_row(recipe, family, str(count), f"{error:.2%}", "" if cut is None else f"{cut:.0%}")
     return table
 
 
