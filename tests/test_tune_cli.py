@@ -37,7 +37,7 @@ def tune(monkeypatch, tmp_path):
 
     def call(*args, **tools):
         farm = FakeFarm()
-        monkeypatch.setattr(session, "_tools", lambda device, method, lazy: make_tools(farm, **tools))
+        monkeypatch.setattr(session, "_tools", lambda device, method, lazy, axis: make_tools(farm, **tools))
         result = CliRunner().invoke(cli.main, [*map(str, args), "--db", str(tmp_path / "db.sqlite")])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception

@@ -276,7 +276,9 @@ def _exit_with(faults: Sequence[str]) -> None:
 
 def _write(path: Path | None, method: str, rows: Sequence[dict], device: str) -> None:
     if path is not None:
-        path.write_text(json.dumps({**environment(device), "method": method, "rows": _finite(rows)}, indent=1) + "\n")
+        head = json.dumps({**environment(device), "method": method}, indent=1)
+        lines = ",\n  ".join(json.dumps(row) for row in _finite(rows))  # a line a row: diffs can be read
+        path.write_text(f'{head.removesuffix("}").rstrip()},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def _finite(rows: Sequence[dict]) -> list[dict]:

@@ -32,7 +32,11 @@ class Tools(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for every cell of a run. deadline: of time.monotonic(). lookahead: trials in flight."""
+    """What is the same for every cell of a run. deadline: of time.monotonic(). lookahead: trials in flight.
+
+    max_error: of bf16 and fp16, as a multiple of the plain dtype's. admits: may this config win its cell?
+    front: also store the best config of each recipe, admitted or not.
+    """
 
     method: str  # "measure", "predict" or "compile"
     toolchain: Toolchain
@@ -42,6 +46,8 @@ class Setup:
     seed: int = 0
     fresh: bool = False
     deadline: float = math.inf
+    admits: Callable[[AttentionKey, AttentionConfig], bool] = lambda key, config: True
+    front: bool = False
 
     @property
     def patience(self) -> int:

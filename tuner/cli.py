@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 
 from zyfa.device import TARGETS
+from zyfa.recipes import PRESETS, RECIPES
 
 from .effort import EFFORTS
 from .lengths import parse_duration, parse_heads, parse_numbers, parse_seq_lens
 from .plan import PlannedCell, from_workload, grid
+from .space import FP8_RECIPES, MAX_RECIPE_ERROR
 
 DTYPES = ("bf16", "fp16", "fp8")
 CAUSAL = {"both": (True, False), "yes": (True,), "no": (False,)}
@@ -39,6 +41,16 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
     return names
 
 
+def parse_recipes(text: str) -> tuple[str, ...]:
+    """Some of RECIPES, each once; raises ValueError naming them."""
+    groups = {"default": FP8_RECIPES, "presets": tuple(PRESETS.values()), "all": tuple(RECIPES)}
+    parts = [groups.get(part.strip(), (part.strip(),)) for part in text.split(",")]
+    names = tuple(dict.fromkeys(name for part in parts for name in part))
+    if bad := [name for name in names if name not in RECIPES]:
+        raise ValueError(f"{bad[0]!r} is no recipe. Accepted: a list of {', '.join((*groups, *RECIPES))}")
+    return names
+
+
 def parse_gpus(text: str) -> tuple[int, ...]:
     """GPU numbers; "all" is the empty tuple."""
     return () if text.strip() == "all" else parse_numbers(text, "GPU", 0, 1023)
@@ -53,7 +65,10 @@ class Options:
     method: str
     effort: str
     budget_s: float | None
+    recipes: tuple[str, ...]
     max_error: float
+    pareto: bool
+    max_ratio: float
     db: Path | None
     out: Path | None
     gpus: tuple[int, ...]
@@ -110,7 +125,26 @@ class Options:
     help="Wall time of the whole run, like 10m; spent on the cells that promise most.",
 )
 @click.option(
+    "--recipes",
+    type=Parsed("list", parse_recipes),
+    default="default",
+    help="FP8 recipes that may be chosen: default, presets, all, or names like block-kmean,bf16qk.",
+)
+@click.option(
     "--max-error",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
+    default=MAX_RECIPE_ERROR,
+    help="Bound of an FP8 recipe's worst certified error: relative to float64, over input families, seeds and real "
+    "activations. precision='fp8' takes the fastest config within it.",
+)
+@click.option(
+    "--pareto",
+    is_flag=True,
+    help="Also search recipes beyond --max-error (by default the presets too), and store the best config of each "
+    "recipe, which precision='fp8:<preset>' takes.",
+)
+@click.option(
+    "--max-ratio",
     type=click.FloatRange(1.0, 100.0),
     default=2.0,
     help="Reject configs whose error exceeds this multiple of plain bf16 or fp16 arithmetic. FP8: 1.5 times "
@@ -137,8 +171,8 @@ class Options:
     help="Also write the final table as a web page.",
 )
 @click.version_option(package_name="zyfa")
-def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, max_error, db,
-         out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
+def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, recipes,
+         max_error, pareto, max_ratio, db, out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
     """Search the fastest configs of prefill attention and store them where zyfa.attention finds them.
 
     With a GPU in this machine configs are timed on it; without one they are compiled for a target GPU, and what the
@@ -151,6 +185,7 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
       zyfa-tune --seq-lens 1000,4k --heads 16:16 --dtypes bf16 --causal yes
       zyfa-tune --target mi300x --out databases/     no GPU needed
       zyfa-tune --workload calls.jsonl --budget 10m
+      zyfa-tune --dtypes fp8 --pareto                the best config of each FP8 recipe: time against error
 
     \b
     Exit codes: 0 done; 2 wrong usage; 3 done, but some cells have no valid config; 130 and 143 stopped by SIGINT and
@@ -163,8 +198,9 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
     except (ValueError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--workload") from error
     options = Options(
-        tuple(cells), target.lower(), method, effort, budget, max_error, db, out, gpus, resume, seed, as_json, report
-    )
+        tuple(cells), target.lower(), method, effort, budget, recipes, max_error, pareto, max_ratio, db, out, gpus,
+        resume, seed, as_json, report,
+    )  # fmt: skip
     if dry_run:
         return print_plan(options)
     from .session import run  # loads torch, Triton and Optuna

@@ -18,9 +18,10 @@ from zyfa.recipes import PRESETS, RECIPES
 if TYPE_CHECKING:
     import optuna
 
-# `precision="fp8"` may run any recipe that is safe on every layer: plain FP8, whatever the granularity of its scales,
-# loses half of the output in a layer with large key biases, and the fastest config must not be one that does.
-MAX_RECIPE_ERROR = 0.05
+# `precision="fp8"` may run any recipe whose worst certified error (certificate.py) is within this, unless --max-error
+# says otherwise. On flat random inputs plain FP8 makes 4 to 6.2 % whatever is done to Q and K first, at every head
+# dim, so a lower bound would judge the inputs; recipes that lose real layers make 10 to 58 % there.
+MAX_RECIPE_ERROR = 0.07
 FP8_RECIPES = (
     PRESETS["balanced"],
     *(r.name for r in RECIPES.values() if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"]),
@@ -30,7 +31,6 @@ _COMMON: dict[str, tuple] = {
     "BLOCK_N": (32, 64, 128),
     "longest_first": (True, False),
     "head_group": (0, 1, 4, 8),
-    "recipe": FP8_RECIPES,
 }
 
 # What the search may choose from. -1 and "" leave a choice to the compiler; async_copy's other value is added below.
@@ -145,9 +145,9 @@ def broken_rule(config: AttentionConfig, key: AttentionKey, arch: str) -> str | 
     return next((rule.name for rule in RULES if not rule.ok(config, key, facts)), None)
 
 
-def domains(key: AttentionKey, arch: str) -> dict[str, tuple]:
+def domains(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> dict[str, tuple]:
     """The values of each field that matters for key on arch, first the safest; fields left out keep their default."""
-    space = dict(SPACE[arch])
+    space = SPACE[arch] | {"recipe": recipes}
     newer = space.pop("sched_strategy", None)
     if newer and knows_sched_strategy():
         space["sched_strategy"] = newer
@@ -161,21 +161,25 @@ def domains(key: AttentionKey, arch: str) -> dict[str, tuple]:
 
 
 @functools.lru_cache(maxsize=64)
-def candidates(key: AttentionKey, arch: str) -> tuple[AttentionConfig, ...]:
+def candidates(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> tuple[AttentionConfig, ...]:
     """Every legal config for key on arch, in an order that depends on nothing else."""
-    space = domains(key, arch)
+    space = domains(key, arch, recipes)
     product = (
         AttentionConfig(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values())
     )
     return tuple(config for config in product if broken_rule(config, key, arch) is None)
 
 
-def suggest(trial: "optuna.Trial", key: AttentionKey, arch: str) -> AttentionConfig:
+def suggest(
+    trial: "optuna.Trial", key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES
+) -> AttentionConfig:
     """The config that a trial asks for. It may be illegal: tell broken_rule() to the study as a constraint.
 
     The categories never depend on earlier choices, as TPE needs; a conditional space would split its history.
     """
-    return AttentionConfig(**{name: trial.suggest_categorical(name, v) for name, v in domains(key, arch).items()})
+    return AttentionConfig(
+        **{name: trial.suggest_categorical(name, v) for name, v in domains(key, arch, recipes).items()}
+    )
 
 
 class Seed(NamedTuple):
@@ -243,14 +247,16 @@ def _of_this_space(seed: Seed, key: AttentionKey, arch: str) -> AttentionConfig:
     return AttentionConfig(**config)
 
 
-def seeds(key: AttentionKey, arch: str) -> list[AttentionConfig]:
-    """Legal starting points without repeats: the default config, known good ones, and those with every FP8 recipe."""
+def seeds(
+    key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES, tiles: int = 1
+) -> list[AttentionConfig]:
+    """Legal starting points without repeats: the default config, known good ones, `tiles` of them with each recipe."""
     fitting = [
         _of_this_space(seed, key, arch)
         for seed in SEEDS
         if arch.startswith(seed.arch) and key.dtype in seed.dtypes and key.causal in seed.causal
     ]
     if key.dtype == "fp8":  # which recipe is fastest depends on the length more than on the tile
-        fitting += [dataclasses.replace(fitting[0], recipe=recipe) for recipe in FP8_RECIPES]
+        fitting += [dataclasses.replace(tile, recipe=recipe) for recipe in recipes for tile in fitting[:tiles]]
     legal = [config for config in fitting if broken_rule(config, key, arch) is None]
     return list(dict.fromkeys([default_config(arch, key), *legal]))

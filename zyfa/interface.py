@@ -12,7 +12,7 @@ from .config import AttentionConfig
 from .device import Device, current_device
 from .kernels.launch import attention_forward
 from .limits import broken_limit
-from .lookup import Choice, choose, describe
+from .lookup import Choice, choose, choose_recipe, describe
 from .op import through_operator
 from .recipes import PRESETS
 
@@ -36,7 +36,8 @@ def attention(
     is a logit per head without a key. A row that sees no key gives 0 and lse -inf.
 
     precision: "auto" keeps the dtype of the inputs, "fp8" quantises them with the recipe of the tuned config,
-    "fp8:per_tensor", "fp8:fast", "fp8:balanced", "fp8:accurate" with that preset, "bf16" never quantises. FP8 inputs
+    "fp8:per_tensor", "fp8:fast", "fp8:balanced", "fp8:accurate" with that preset in its own best config (or in the
+    tuned tile where none is stored), "bf16" never quantises. FP8 inputs
     take q_descale (batch, nheads), k_descale, v_descale (batch, nheads_k), or numbers; 1.0 where absent.
     config: an AttentionConfig to use instead of the tuned one. The output has the dtype of the inputs (bfloat16 for
     FP8), lse is fp32, natural log, (batch, nheads, seqlen_q) or (nheads, total_q).
@@ -101,9 +102,12 @@ def _config_for(call: Call, config: AttentionConfig | None, device: Device) -> A
     if config is not None:
         if reason := broken_limit(config, call.key, device.arch):
             raise ValueError(f"config does not fit this call on {device.sku_key}: {reason}")
-    else:
-        config = choose(call.key, device).config
-    return dataclasses.replace(config, recipe=call.preset) if call.preset else config
+        return dataclasses.replace(config, recipe=call.preset) if call.preset else config
+    return _choice_for(call, device).config
+
+
+def _choice_for(call: Call, device: Device) -> Choice:
+    return choose_recipe(call.key, device, call.preset) if call.preset else choose(call.key, device)
 
 
 def _without_keys(q, v, call: Call, out, return_lse: bool, varlen: bool):
@@ -164,4 +168,4 @@ def explain(q, k, v, *, precision="auto", causal=False, window_size=(-1, -1), **
     if not q.is_cuda:
         return Explanation(call, None, None, None)
     device = current_device(q.device.index)
-    return Explanation(call, device, choose(call.key, device), _config_for(call, same.get("config"), device))
+    return Explanation(call, device, _choice_for(call, device), _config_for(call, same.get("config"), device))

@@ -5,6 +5,7 @@ measured row of a later database beats a predicted one of an earlier. Whatever i
 warning and the next step is taken; choosing never raises.
 """
 
+import dataclasses
 import os
 import sys
 import warnings
@@ -48,13 +49,17 @@ class _Candidate(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The rows of every database for one SKU, best database first, newest row first; and why files were left out."""
+    """The rows of every database for one SKU, best database first, newest row first; and why files were left out.
+
+    front: the best rows of each recipe, the winners among them.
+    """
 
     rows: tuple[tuple[str, reader.Row], ...]
+    front: tuple[tuple[str, reader.Row], ...]
     misses: tuple[str, ...]
 
 
-_chosen: dict[tuple[str, Cell], Choice] = {}
+_chosen: dict[tuple, Choice] = {}
 _warned: dict[str, object] = {}
 
 
@@ -64,9 +69,38 @@ def choose(key: AttentionKey, device: Device) -> Choice:
     choice = _chosen.get(at)
     if choice is None:
         choice = _chosen[at] = _decide(key, at[1], device)
-        if "config" in os.environ.get("ZYFA_LOG", "").split(","):
-            print(f"zyfa: {describe(choice, key, device)}".replace("\n", "\n      "), file=sys.stderr)
+        _log(choice, key, device)
     return choice
+
+
+def choose_recipe(key: AttentionKey, device: Device, recipe: str) -> Choice:
+    """The Choice for a call that names its recipe: the best row of that recipe, else choose()'s tile with it.
+
+    The rows are those of fronts and winners, also beyond the tuner's error bound: the caller has named the recipe.
+    """
+    at = device.sku_key, cell_of(key), recipe
+    choice = _chosen.get(at)
+    if choice is None:
+        choice, tuned = _decide(key, at[1], device, recipe), choose(key, device)
+        if choice.row is None or (choice.trust, tuned.trust) == ("predicted", "measured"):
+            misses = (f"recipe {recipe}: no row of its own is better evidence; the tuned tile runs it", *tuned.misses)
+            choice = tuned._replace(config=_with_recipe(tuned.config, key, device, recipe), misses=misses)
+        _chosen[at] = choice
+        _log(choice, key, device)
+    return choice
+
+
+def _with_recipe(config: AttentionConfig, key: AttentionKey, device: Device, recipe: str) -> AttentionConfig:
+    """The tile with another recipe, whose wider Q and K may not fit where its own did: then the default tile."""
+    wanted = dataclasses.replace(config, recipe=recipe)
+    if device.arch in ARCHS and broken_limit(wanted, key, device.arch):
+        wanted = dataclasses.replace(default_config(device.arch, key), recipe=recipe)
+    return wanted
+
+
+def _log(choice: Choice, key: AttentionKey, device: Device) -> None:
+    if "config" in os.environ.get("ZYFA_LOG", "").split(","):
+        print(f"zyfa: {describe(choice, key, device)}".replace("\n", "\n      "), file=sys.stderr)
 
 
 def reset() -> None:
@@ -108,8 +142,10 @@ def _spelled(cell: Cell) -> str:
     return " ".join(f"{name}={value}" for name, value in cell._asdict().items())
 
 
-def _decide(key: AttentionKey, cell: Cell, device: Device) -> Choice:
-    rows, files = _table(device)
+def _decide(key: AttentionKey, cell: Cell, device: Device, recipe: str = "") -> Choice:
+    rows, front, files = _table(device)
+    if recipe:
+        rows = tuple((path, row) for path, row in front if row.config.recipe == recipe)
     misses = list(files)
     scored = [
         _Candidate(distance, path, row) for path, row in rows if (distance := _distance(cell, row.cell)) is not None
@@ -156,17 +192,19 @@ def _nothing(candidates: list[_Candidate], match: str) -> str:
 @cache
 def _table(device: Device) -> _Table:
     rows: list[tuple[str, reader.Row]] = []
+    front: list[tuple[str, reader.Row]] = []
     misses: list[str] = []
     warned = len(_warned)
     for path, required in _search_list(device, misses):
-        found = _rows_of(path, required, misses)
+        found, members = _rows_of(path, required, misses)
         mine = [(str(path), row) for row in found if (row.sku, row.arch) == (device.sku_key, device.arch)]
         if found and not mine:
             misses.append(f"{path}: has rows of {', '.join(sorted({row.sku for row in found}))} only")
         rows += mine
+        front += [(str(path), row) for row in members if (row.sku, row.arch) == (device.sku_key, device.arch)]
     if not rows and len(_warned) == warned:
         _warn(device.sku_key, f"no tuned config for this GPU ({'; '.join(misses)})")
-    return _Table(tuple(rows), tuple(misses))
+    return _Table(tuple(rows), tuple(front), tuple(misses))
 
 
 def _search_list(device: Device, misses: list[str]) -> Iterator[tuple[Path, bool]]:
@@ -180,19 +218,21 @@ def _search_list(device: Device, misses: list[str]) -> Iterator[tuple[Path, bool
     yield reader.DATA / f"{device.db_name}.sqlite", False
 
 
-def _rows_of(path: Path, required: bool, misses: list[str]) -> list[reader.Row]:
+def _rows_of(path: Path, required: bool, misses: list[str]) -> tuple[list[reader.Row], list[reader.Row]]:
+    """(best rows, members of fronts and best rows) of a file."""
     skipped: list[str] = []
     try:
         rows = reader.read(path, skipped)
+        front = reader.read(path, skipped, view="front")
     except DatabaseError as error:
         misses.append(str(error))
         if required or not isinstance(error.__cause__, FileNotFoundError):
             _warn(str(path), str(error).removeprefix(f"{path}: "))
-        return []
+        return [], []
     if skipped:
         misses.append(f"{path}: {len(skipped)} rows left out, first {skipped[0]}")
         _warn(str(path), f"{len(skipped)} rows left out, first {skipped[0]}")
-    return rows
+    return rows, [*front, *rows]
 
 
 def _warn(what: str, reason: str) -> None:

@@ -1,0 +1,112 @@
+"""Certifies recipes: their errors on inputs that are hard for low precision, before any of their configs may win.
+
+The inputs are the synthetic families with two seeds and, where the head dim matches, the activations of real models.
+Only a checkout has those; in a wheel, or at another head dim, their place takes the worst error that the recipe states
+(recipes.py), which is that of the same samples: a wheel is never less strict than a checkout.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from zyfa.archs import default_config
+from zyfa.config import AttentionKey
+from zyfa.recipes import RECIPES
+from zyfa.reference import attention_ref, emulate, relative_error
+from zyfa.tuning_db.certificates import Certificate, add_certificate, certificates
+from zyfa.tuning_db.schema import Toolchain
+from zyfa.tuning_db.store import Store
+
+from .inputs import CHECKOUT_ACTIVATIONS, FAMILIES, QKV, Shape, load_activations
+
+SEQLEN = 500  # no multiple of a tile or of the rows that share a scale
+SEEDS = (0, 1)
+STATED = "real activations, as stated"  # the input that stands for samples which are not there
+GUARD_ROWS = 128  # of NaN before and after Q, K and V in memory
+
+Attend = Callable[[QKV, str, bool], torch.Tensor]  # (inputs, recipe, causal) -> output
+Class = tuple[int, int, bool]  # head_dim, head_dim_v, causal
+
+
+def certificate_inputs(head_dim: int, head_dim_v: int) -> Iterator[tuple[str, QKV]]:
+    """(name, q, k, v) of every input; a name comes once for each seed."""
+    for family, make in FAMILIES.items():
+        for seed in SEEDS:
+            q, k, v = make(Shape(1, SEQLEN, 4, 2, max(head_dim, head_dim_v)), seed)
+            yield family, (q[..., :head_dim], k[..., :head_dim], v[..., :head_dim_v])
+    for path in sorted(CHECKOUT_ACTIVATIONS.glob("*.npz")):
+        qkv = load_activations(path)
+        if (qkv[0].shape[3], qkv[2].shape[3]) == (head_dim, head_dim_v):
+            yield path.stem, qkv
+
+
+def certify(recipes: Sequence[str], at: Class, attend: Attend) -> tuple[list[Certificate], dict[str, str]]:
+    """The certificates of those recipes that give a finite output everywhere, and of the others where they did not."""
+    errors: dict[str, dict[str, tuple[float, ...]]] = {recipe: {} for recipe in recipes}
+    head_dim, head_dim_v, causal = at
+    for name, qkv in certificate_inputs(head_dim, head_dim_v):
+        ref = attention_ref(*qkv, causal=causal)
+        for recipe, known in errors.items():
+            error = relative_error(attend(qkv, recipe, causal).to(ref.device), ref)
+            known[name] = (*known.get(name, ()), error)
+    for recipe, known in errors.items():
+        if known.keys() <= FAMILIES.keys():
+            known[STATED] = (RECIPES[recipe].worst_error,)
+    bad = {
+        recipe: f"recipe {recipe} at head dim {head_dim}: output not finite on {name}"
+        for recipe, known in errors.items()
+        for name, values in known.items()
+        if not all(map(math.isfinite, values))
+    }
+    return [Certificate(recipe, *at, known) for recipe, known in errors.items() if recipe not in bad], bad
+
+
+def emulation(arch: str) -> Attend:
+    """The recipe in exact arithmetic on the CPU."""
+    return lambda qkv, recipe, causal: emulate(*qkv, recipe, arch=arch, causal=causal)
+
+
+def guarded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x (batch 1, seqlen, heads, width) on the device between rows of NaN: reading past its ends shows."""
+    whole = torch.full((1, x.shape[1] + 2 * GUARD_ROWS, *x.shape[2:]), math.nan, dtype=x.dtype, device=device)
+    whole[:, GUARD_ROWS:-GUARD_ROWS] = x.to(device)
+    return whole[:, GUARD_ROWS:-GUARD_ROWS]
+
+
+def kernel(arch: str, device: torch.device) -> Attend:
+    """The kernel with its default tile, between guard rows, into an output full of NaN."""
+    from zyfa.kernels.launch import attention_forward
+
+    def attend(qkv: QKV, recipe: str, causal: bool) -> torch.Tensor:
+        q, k, v = (guarded(x, device) for x in qkv)
+        _, seqlen, nheads, head_dim = q.shape
+        key = AttentionKey("fp8", head_dim, v.shape[3], nheads, k.shape[2], 1, seqlen, seqlen, causal)
+        config = dataclasses.replace(default_config(arch, key), recipe=recipe)
+        out = torch.full((1, seqlen, nheads, v.shape[3]), math.nan, dtype=q.dtype, device=device)
+        return attention_forward(q, k, v, config=config, arch=arch, causal=causal, out=out)[0].cpu()
+
+    return attend
+
+
+def certified(
+    store: Store, toolchain: Toolchain, trust: str, classes: Iterable[Class], recipes: Sequence[str], attend: Attend,
+    say: Callable[[str], None],
+) -> dict[tuple[str, Class], float]:  # fmt: skip
+    """The worst error of each recipe in each class: from the store where it is known, else found now and stored.
+
+    A recipe that fails has no entry; `say` is told why.
+    """
+    known = {(c.recipe, (c.head_dim, c.head_dim_v, c.causal)): c.worst for c in certificates(store, toolchain, trust)}
+    for at in dict.fromkeys(classes):
+        new = [recipe for recipe in recipes if (recipe, at) not in known]
+        if not new:
+            continue
+        found, bad = certify(new, at, attend)
+        for certificate in found:
+            add_certificate(store, toolchain, trust, certificate)
+            known[certificate.recipe, at] = certificate.worst
+        for reason in bad.values():
+            say(f"not certified: {reason}")
+    return known
