@@ -38,7 +38,7 @@ def short(monkeypatch):
 
 def test_a_certificate_covers_families_seeds_and_activations_of_its_head_dim(wide):
     for c in wide.values():
-        assert set(c.errors) == {*FAMILIES, *(f"qwen25coder-1.5b_prose_S512_L{n}" for n in ("00", "14", "27"))}
+        assert set(c.errors) == {*FAMILIES, STATED, *(f"qwen25coder-1.5b_prose_S512_L{n}" for n in ("00", "14", "27"))}
         assert {len(c.errors[name]) for name in FAMILIES} == {len(SEEDS)}
 
 
@@ -52,6 +52,11 @@ def test_its_errors_are_those_of_the_emulation(wide):
 def test_the_bound_separates_recipes_that_lose_a_layer_from_those_that_do_not(wide):
     assert all(wide[name].worst < MAX_RECIPE_ERROR for name in FP8_RECIPES)
     assert wide["tensor"].worst > 0.9, "P without an offset loses the underflow family"
+
+
+def test_what_lost_a_layer_at_another_head_dim_is_not_safe_here(wide):
+    assert max(x for name, (x, *_) in wide["int8-kmean"].errors.items() if name != STATED) < MAX_RECIPE_ERROR
+    assert wide["int8-kmean"].worst == 0.279
 
 
 def test_where_no_sample_fits_the_stated_error_stands(short, monkeypatch, tmp_path):

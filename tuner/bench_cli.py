@@ -16,6 +16,7 @@ from rich.table import Table
 from zyfa.recipes import RECIPES
 
 from .bench_accuracy import BASELINE, PRECISIONS, Accuracy, fault, measure, medians, samples_in, samples_of
+from .bench_plan import plan
 from .bench_plot import HINT, save_accuracy
 from .inputs import CHECKOUT_ACTIVATIONS, FAMILIES, Shape
 from .lengths import parse_heads, parse_numbers, parse_seq_lens
@@ -93,6 +94,9 @@ mask_option = click.option("--causal", type=click.Choice(list(MASKS)), default="
 @click.version_option(package_name="zyfa")
 def cli() -> None:
     """How exact and how fast zyfa.attention is on this machine."""
+
+
+cli.add_command(plan)
 
 
 @cli.command()

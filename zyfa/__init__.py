@@ -9,6 +9,7 @@ from .errors import ConfigError, DatabaseError, SchemaTooNew, ZyfaError
 
 if TYPE_CHECKING:
     from .interface import attention, explain
+    from .plan import plan_precision
 
 __all__ = [
     "AttentionConfig",
@@ -19,18 +20,23 @@ __all__ = [
     "ZyfaError",
     "attention",
     "explain",
+    "plan_precision",
     "recipes",
 ]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """attention and explain on first use: torch takes a second to import, which databases and tools need not pay."""
+    """attention and what needs torch too on first use: torch takes a second to import, which databases need not pay."""
     if name in ("attention", "explain"):
         from . import interface
 
         globals().update(attention=interface.attention, explain=interface.explain)
         return globals()[name]
+    if name == "plan_precision":
+        from .plan import plan_precision
+
+        return plan_precision
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
