@@ -16,6 +16,7 @@ from rich.table import Table
 from zyfa.recipes import RECIPES
 
 from .bench_accuracy import BASELINE, PRECISIONS, Accuracy, fault, measure, medians, samples_in, samples_of
+from .bench_front import front
 from .bench_plan import plan
 from .bench_plot import HINT, save_accuracy
 from .inputs import CHECKOUT_ACTIVATIONS, FAMILIES, Shape
@@ -97,6 +98,7 @@ def cli() -> None:
 
 
 cli.add_command(plan)
+cli.add_command(front)
 
 
 @cli.command()

@@ -7,11 +7,13 @@ kernel earned on the GPU, a predicted row one of the recipe's emulation.
 import json
 import math
 import operator
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from .reader import opened
 from .schema import Toolchain
 
 if TYPE_CHECKING:
@@ -61,6 +63,20 @@ def certificates(store: "Store", toolchain: Toolchain, trust: str) -> list[Certi
         Certificate(recipe, d, d_v, bool(causal), {name: tuple(x) for name, x in json.loads(errors).items()})
         for recipe, d, d_v, causal, errors in rows
     ]
+
+
+def worst_errors(path: str | os.PathLike) -> dict[tuple, float]:
+    """The worst error of each certificate of a file: (recipe, toolchain, trust, head_dim, head_dim_v, causal) -> error.
+
+    Raises DatabaseError when the file cannot be used.
+    """
+    with opened(path) as conn:
+        rows = conn.execute(
+            """SELECT k.recipe, h.kernel_hash, h.triton_version, h.torch_version, h.driver_version, k.trust, k.head_dim,
+                k.head_dim_v, k.causal, k.worst
+            FROM certificates k JOIN toolchains h ON h.id = k.toolchain LIMIT 10000"""
+        ).fetchall()
+    return {(row[0], Toolchain(*row[1:5]), *row[5:8], bool(row[8])): row[9] for row in rows}
 
 
 def set_front(store: "Store", trial: int, *, confidence: str, trials: int) -> None:
