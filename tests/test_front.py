@@ -73,6 +73,19 @@ def test_a_stored_winner_beyond_a_new_bound_is_chosen_again(store):
     assert [row.config.recipe for row in read(store.path)] == ["bf16qk"]
 
 
+def test_a_front_asked_for_later_tries_the_recipes_that_the_search_left_out(store):
+    """A search that has ended is done again only as far as its front lacks recipes."""
+    certify_all(store, PREDICT)
+    short = replace(PREDICT, effort=replace(PREDICT.effort, trials=2))
+    run(short, store, cells=CELLS, seeds=SEEDS[:2])
+    assert len(store.trials()) == 2 and read(store.path, view="front") == []
+    (r,), _, _ = run(replace(short, **SETUP), store, cells=CELLS, seeds=SEEDS)
+    assert {"bf16qk", "tensor", "block"} <= {row.config.recipe for row in read(store.path, view="front")}
+    assert not r.known and len(store.trials()) <= 2 + len(SEEDS)
+    (r,), _, _ = run(replace(short, **SETUP), store, cells=CELLS, seeds=SEEDS)
+    assert r.known, "and then there is nothing to do"
+
+
 # --- zyfa-tune --------------------------------------------------------------------------------------------------------
 
 

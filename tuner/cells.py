@@ -76,6 +76,7 @@ class CellRun:
     confidence: str = ""
     default_ms: float | None = None
     exhausted: bool = False
+    recipes: frozenset[str] = frozenset()  # that a front has to have tried
     study: CellStudy = field(init=False)
     gpu: int = -1
 

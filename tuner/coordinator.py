@@ -96,7 +96,12 @@ class Coordinator:
 
     def _wants_more(self, run: CellRun) -> bool:
         told = len(run.study.times) + run.study.pending
-        return not run.exhausted and told < self._setup.effort.trials and not self._finished(run)
+        enough = told >= self._setup.effort.trials or self._finished(run)
+        return not run.exhausted and (not enough or self._lacks_recipes(run))
+
+    def _lacks_recipes(self, run: CellRun) -> bool:
+        """Whether a front still waits for a recipe; its seeds come first, whatever the effort."""
+        return self._setup.front and not run.recipes <= run.study.recipes()
 
     def _finished(self, run: CellRun) -> bool:
         return run.study.finished(self._setup.effort.trials, self._setup.patience)
@@ -119,6 +124,7 @@ class Coordinator:
     def _start(self, run: CellRun) -> None:
         seeds = [run.default, *self._neighbours(run), *self._model_top(run), *self._tools.seeds(run.key)]
         run.study = CellStudy(self._tools.space(run.key), dict.fromkeys(seeds), self._setup.seed)
+        run.recipes = frozenset(config.recipe for config in seeds)
         run.state = "searching"
         if self._store is not None and not self._setup.fresh:
             self._restore(run)
@@ -146,7 +152,7 @@ class Coordinator:
             self._keep_front(run)
 
     def _ended(self, run: CellRun) -> bool:
-        return self._finished(run) or run.study.exhausted()
+        return (self._finished(run) and not self._lacks_recipes(run)) or run.study.exhausted()
 
     def _replay(self, run: CellRun, trial: Trial) -> None:
         if trial.config not in run.study.times:  # the finalists are in the log twice
