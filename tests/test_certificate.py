@@ -13,7 +13,7 @@ from zyfa.reference import attention_ref, emulate, relative_error
 from zyfa.tuner import certificate
 from zyfa.tuner.axis import RecipeAxis
 from zyfa.tuner.certificate import SEEDS, STATED, certified, certify, emulation, guarded, kernel
-from zyfa.tuner.inputs import FAMILIES, load_activations
+from zyfa.tuner.inputs import FAMILIES, Shape, load_activations
 from zyfa.tuner.space import FP8_RECIPES, MAX_RECIPE_ERROR
 from zyfa.tuning_db.certificates import certificates
 from zyfa.tuning_db.store import Store
@@ -107,6 +107,19 @@ def test_guard_rows_surround_the_input():
     assert torch.equal(view, x) and view.stride(-1) == 1
     around = view.as_strided((1, 5, 2, 2), view.stride(), view.storage_offset() - view.stride(1))
     assert around[:, 0].isnan().all() and around[:, -1].isnan().all()
+
+
+def kernel_on_cpu(qkv, recipe, causal):
+    """Runs in the interpreter's process."""
+    return kernel("gfx950", torch.device("cpu"))(qkv, recipe, causal)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "block-kmean-qmean", "int8-kmean-equalise-hadamard", "bf16qk"])
+def test_between_guard_rows_the_kernel_computes_its_recipe(interpret, recipe):
+    qkv = tuple(x.contiguous() for x in FAMILIES["outlier_channels"](Shape(1, 40, 4, 2, 16), 0))
+    out, ref = interpret(kernel_on_cpu, qkv, recipe, True), attention_ref(*qkv, causal=True)
+    exact = relative_error(emulate(*qkv, recipe, causal=True), ref)
+    assert relative_error(out, ref) <= 1.5 * exact
 
 
 @pytest.mark.gpu

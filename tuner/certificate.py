@@ -78,6 +78,9 @@ def kernel(arch: str, device: torch.device) -> Attend:
     """The kernel with its default tile, between guard rows, into an output full of NaN."""
     from zyfa.kernels.launch import attention_forward
 
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
+
     def attend(qkv: QKV, recipe: str, causal: bool) -> torch.Tensor:
         q, k, v = (guarded(x, device) for x in qkv)
         _, seqlen, nheads, head_dim = q.shape
