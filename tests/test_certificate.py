@@ -85,6 +85,13 @@ def test_an_output_that_is_not_finite_earns_none_and_is_named(short, tmp_path):
     assert len(said) == 1 and "block at head dim 32: output not finite on" in said[0]
 
 
+def test_a_recipe_that_the_device_cannot_run_is_left_out_with_the_limit(short, monkeypatch):
+    limit = lambda config, key, arch: "tiles fit" if config.recipe == "bf16qk" else "else"  # noqa: E731
+    monkeypatch.setattr(certificate, "broken_limit", limit)
+    found, bad = certify(["bf16qk"], (256, 256, True), kernel("sm90", torch.device("cpu")))
+    assert (found, bad) == ([], {"bf16qk": "recipe bf16qk at head dim 256: tiles fit"})
+
+
 def test_what_is_stored_is_not_asked_again(short, tmp_path):
     calls = []
 

@@ -13,6 +13,7 @@ import torch
 
 from zyfa.archs import default_config
 from zyfa.config import AttentionKey
+from zyfa.limits import broken_limit
 from zyfa.recipes import RECIPES
 from zyfa.reference import attention_ref, emulate, relative_error
 from zyfa.tuning_db.certificates import Certificate, add_certificate, certificates
@@ -42,24 +43,27 @@ def certificate_inputs(head_dim: int, head_dim_v: int) -> Iterator[tuple[str, QK
             yield path.stem, qkv
 
 
+class CannotRunError(RuntimeError):
+    """The device cannot run a recipe with its default tile at this head dim; says why."""
+
+
 def certify(recipes: Sequence[str], at: Class, attend: Attend) -> tuple[list[Certificate], dict[str, str]]:
-    """The certificates of those recipes that give a finite output everywhere, and of the others where they did not."""
+    """The certificates of the recipes that give a finite output everywhere, and of each other recipe why not."""
     errors: dict[str, dict[str, tuple[float, ...]]] = {recipe: {} for recipe in recipes}
-    head_dim, head_dim_v, causal = at
-    for name, qkv in certificate_inputs(head_dim, head_dim_v):
-        ref = attention_ref(*qkv, causal=causal)
-        for recipe, known in errors.items():
-            error = relative_error(attend(qkv, recipe, causal).to(ref.device), ref)
-            known[name] = (*known.get(name, ()), error)
-    for recipe, known in errors.items():
-        known[STATED] = (RECIPES[recipe].worst_error,)
-    bad = {
-        recipe: f"recipe {recipe} at head dim {head_dim}: output not finite on {name}"
-        for recipe, known in errors.items()
-        for name, values in known.items()
-        if not all(map(math.isfinite, values))
-    }
-    return [Certificate(recipe, *at, known) for recipe, known in errors.items() if recipe not in bad], bad
+    bad: dict[str, str] = {}
+    for name, qkv in certificate_inputs(*at[:2]):
+        ref = attention_ref(*qkv, causal=at[2])
+        for recipe in errors.keys() - bad.keys():
+            try:
+                error = relative_error(attend(qkv, recipe, at[2]), ref)
+            except CannotRunError as failure:
+                bad[recipe] = f"recipe {recipe} at head dim {at[0]}: {failure}"
+                continue
+            errors[recipe][name] = (*errors[recipe].get(name, ()), error)
+            if not math.isfinite(error):
+                bad[recipe] = f"recipe {recipe} at head dim {at[0]}: output not finite on {name}"
+    good = [recipe for recipe in errors if recipe not in bad]
+    return [Certificate(r, *at, errors[r] | {STATED: (RECIPES[r].worst_error,)}) for r in good], bad
 
 
 def emulation(arch: str) -> Attend:
@@ -76,6 +80,8 @@ def guarded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def kernel(arch: str, device: torch.device) -> Attend:
     """The kernel with its default tile, between guard rows, into an output full of NaN."""
+    from triton.runtime.errors import OutOfResources
+
     from zyfa.kernels.launch import attention_forward
 
     if device.type == "cuda":
@@ -86,8 +92,13 @@ def kernel(arch: str, device: torch.device) -> Attend:
         _, seqlen, nheads, head_dim = q.shape
         key = AttentionKey("fp8", head_dim, v.shape[3], nheads, k.shape[2], 1, seqlen, seqlen, causal)
         config = dataclasses.replace(default_config(arch, key), recipe=recipe)
+        if limit := broken_limit(config, key, arch):
+            raise CannotRunError(limit)
         out = torch.full((1, seqlen, nheads, v.shape[3]), math.nan, dtype=q.dtype, device=device)
-        return attention_forward(q, k, v, config=config, arch=arch, causal=causal, out=out)[0].cpu()
+        try:
+            return attention_forward(q, k, v, config=config, arch=arch, causal=causal, out=out)[0].cpu()
+        except OutOfResources as failure:
+            raise CannotRunError(str(failure).splitlines()[0]) from failure
 
     return attend
 
