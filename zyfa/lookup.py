@@ -65,6 +65,7 @@ class _Table(NamedTuple):
 
 
 _chosen: dict[tuple[str, Cell], Choice] = {}
+generation = 0  # of the choices: counts up when some are taken back, so that nobody goes on with them
 _warned: dict[str, object] = {}
 
 
@@ -84,6 +85,7 @@ def withdraw(key: AttentionKey, device: Device, error: Exception) -> bool:
 
     For this process and the cell only; one warning. A compiler other than the row's may refuse what that one compiled.
     """
+    global generation
     at = device.sku_key, cell_of(key)
     failed = _chosen.get(at)
     if failed is None or failed.row is None:
@@ -93,16 +95,19 @@ def withdraw(key: AttentionKey, device: Device, error: Exception) -> bool:
     _chosen[at] = Choice(
         default_config(device.arch, key), "default", "none", None, None, (*failed.misses, told)
     )  # fmt: skip
+    generation += 1
     _warn(str(failed.database), f"a config failed to launch and the default runs instead: {reason}")
     return True
 
 
 def reset() -> None:
     """Forgets choices, tables and given warnings: files and environment are read again."""
+    global generation
     _chosen.clear()
     _warned.clear()
     _table.cache_clear()
     running.cache_clear()
+    generation += 1
 
 
 def user_db_path(device: Device) -> Path:
