@@ -84,7 +84,7 @@ class FakeDriver:
         self.launches: list[tuple] = []  # (grid, block, shared, stream, function, [bytes of each parameter])
         self.sizes: dict[int, list[int]] = {}  # function -> bytes of each parameter
         self.encoded: list[tuple] = []
-        self.status: list[int] = []  # to be returned by the next launches
+        self.status: list[int] = []  # to be returned by the next launches and moves of maps
         self.entered: list[int] = []
 
     def functions(self) -> driver.Driver:
@@ -109,6 +109,8 @@ class FakeDriver:
         return 0
 
     def move(self, pointer, address) -> int:
+        if self.status and (status := self.status.pop(0)):
+            return status
         ctypes.memmove(pointer.value, address.value.to_bytes(8, "little"), 8)
         return 0
 

@@ -44,7 +44,7 @@ class Prepared:
         self._out_layout = layout(done.out)
         descales = done.descales or (None, None, None)
         self._extras = (same["sink"], same["cu_seqlens_q"], same["cu_seqlens_k"], *descales)
-        self._ready = None if done.plan is None else Ready(done.plan, q, done.out, done.lse)
+        self.ready = None if done.plan is None else Ready(done.plan, q, done.out, done.lse)
         self._workspaces: dict[int, Tensor] = {}
         if done.descales and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(q.device).synchronize()  # f may run on a stream that did not fill them
@@ -64,7 +64,7 @@ class Prepared:
             self._require(q=q, k=k, v=v)
         if out is not None and layout(out) != self._out_layout:
             self._require(out=out)
-        ready = self._ready
+        ready = self.ready
         if ready is None or interface.needs_grad(q, k, v):
             return interface.attention(q, k, v, out=out, **self._same)
         base = self._workspace(ready.plan) if ready.plan.workspace_bytes else 0

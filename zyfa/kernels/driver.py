@@ -73,10 +73,10 @@ def driver() -> Driver | None:
 class _Launch(NamedTuple):
     """One launch, every part of it packed; the last three are held because the others point into them."""
 
-    config: _LaunchConfig
     config_pointer: Any
     function: ctypes.c_void_p
     parameters: Any
+    config: _LaunchConfig
     values: list
     compiled: Any
 
@@ -124,18 +124,19 @@ class Packed:
         for i, (pointer, (source, offset), _) in enumerate(self._maps):
             address = base + offset if source is None else addresses[source]
             if address != self._at[i]:
-                self._check(self._driver.move(pointer, ctypes.c_void_p(address)))
+                if status := self._driver.move(pointer, ctypes.c_void_p(address)):
+                    self._again(status, self._driver.move, pointer, ctypes.c_void_p(address))
                 self._at[i] = address
         start = self._driver.launch
-        for launch in self._launches:
-            if status := start(launch.config_pointer, launch.function, launch.parameters, None):
-                self._again(launch, status)
+        for config, function, parameters, *_ in self._launches:
+            if status := start(config, function, parameters, None):
+                self._again(status, start, config, function, parameters, None)
 
-    def _again(self, launch: _Launch, status: int) -> None:
+    def _again(self, status: int, function: Callable[..., int], *args) -> None:
         """A thread that has not used the GPU yet has no context: it enters the one of the recording."""
         if status == _INVALID_CONTEXT:
             self._check(self._driver.enter(self._context))
-            status = self._driver.launch(launch.config_pointer, launch.function, launch.parameters, None)
+            status = function(*args)
         self._check(status)
 
     def _check(self, status: int) -> None:
@@ -157,10 +158,8 @@ class Packed:
             raise _Unpackable
         num_warps, _, shared = compiled.packed_metadata
         config = _LaunchConfig(*grid, 32 * num_warps, 1, 1, shared)
-        return _Launch(
-            config, ctypes.byref(config), ctypes.c_void_p(compiled.function),
-            (ctypes.c_void_p * len(pointers))(*pointers), values, compiled,
-        )  # fmt: skip
+        parameters = (ctypes.c_void_p * len(pointers))(*pointers)
+        return _Launch(ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters, config, values, compiled)
 
     def _parameters(self, compiled, args) -> tuple[list[int], list[int], list]:
         """(address, size in bytes) of each parameter, and what keeps their memory alive."""
