@@ -23,7 +23,7 @@ from zyfa.device import device_of_sku
 from zyfa.kernels import driver, replay
 from zyfa.tuner.compile import _target
 
-CALLS, LOOPS = 5000, 7
+CALLS, LOOPS = 500, 60
 
 
 def compiled_only(recorder, kernel, grid, args, constants):

@@ -69,7 +69,7 @@ def cuda(monkeypatch):
 def plan_of(cuda, record) -> Plan:
     launches, inputs = record
     plan = Plan(launches, inputs)
-    assert plan._packed is not None
+    assert plan._packed
     for compiled, *_ in launches:
         cuda.sizes[compiled.function] = _entry_sizes(compiled.asm["ptx"], compiled.metadata.name)
     return plan
@@ -166,9 +166,40 @@ def test_other_errors_are_raised_with_their_name(cuda, record):
     assert len(cuda.launches) == len(record[0]), "the plan can still be run"
 
 
+class Interrupted(list):
+    """Is left after its first item."""
+
+    def __iter__(self):
+        yield self[0]
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_leaves_nothing_half_moved(cuda):
+    """Afterwards the addresses of the run before are again those of every launch."""
+    plan = plan_of(cuda, recorded("fp8", True))
+    (packed,), here, there = plan._packed, ([256, 512, 768, 1024], 1 << 40), ([4352, 4608, 4864, 5120], 1 << 41)
+    plan.run(*here)
+    want = cuda.launches.copy()
+
+    def moved_then_interrupted(pointer, address):
+        cuda.move(pointer, address)
+        raise KeyboardInterrupt
+
+    for name, broken in (
+        ("_offsets", Interrupted(packed._offsets)),
+        ("_driver", packed._driver._replace(move=moved_then_interrupted)),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(packed, name, broken)
+            plan.run(*there)
+        cuda.launches.clear()
+        plan.run(*here)
+        assert cuda.launches == want
+
+
 def test_where_the_kernel_reads_other_parameters_triton_launches(cuda, record, monkeypatch):
     monkeypatch.setattr(driver, "_entry_sizes", lambda ptx, name: _entry_sizes(ptx, name)[:-1])
-    assert Plan(*record)._packed is None
+    assert Plan(*record)._packed == []
 
 
 @pytest.mark.parametrize(
@@ -180,7 +211,7 @@ def test_what_only_tritons_launcher_does_is_left_to_it(cuda, record, change, mon
     launches, inputs = record
     compiled = launches[-1].compiled
     monkeypatch.setattr(compiled, "metadata", compiled.metadata._replace(**change))
-    assert Plan(launches, inputs)._packed is None
+    assert Plan(launches, inputs)._packed == []
 
 
 class Watched:
@@ -206,7 +237,7 @@ def small_plan(compiled, cells):
         def run(self, addresses, stream, base):
             cells.append((addresses, stream, base))
 
-    plan._packed = Packed()
+    plan._packed = [Packed()]
     return plan
 
 
@@ -221,7 +252,8 @@ def test_who_watches_launches_sees_replays(cuda, monkeypatch):
     hook.add(lambda metadata: None)
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
     plan.run([64], 4096)
-    assert compiled.calls == [("hooked", (3, 1, 1), 64, 4096, 5)] and len(cells) == 1
+    ((*hooked, workspace, five),) = compiled.calls
+    assert (hooked, five) == (["hooked", (3, 1, 1), 64], 5) and workspace != 4096 and len(cells) == 1
 
 
 def test_while_another_thread_launches_nothing_is_shared(cuda):
@@ -234,7 +266,7 @@ def test_while_another_thread_launches_nothing_is_shared(cuda):
             inside.set()
             go.wait(10)
 
-    plan._packed = Slow()
+    plan._packed = [Slow()]
     thread = threading.Thread(target=plan.run, args=([64], 4096))
     thread.start()
     assert inside.wait(10)

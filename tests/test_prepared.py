@@ -60,18 +60,40 @@ def test_numbers_as_descales_are_filled_in_once(gpu):
     assert {*addresses(*held)} <= {*gpu.last().args} and {*addresses(*held)} <= {*first}
 
 
+class Packed:
+    """Stands for packed launches: notes (stream, workspace) of each run."""
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, addresses, stream, base):
+        self.runs.append((stream, base))
+
+
+def packed(f):
+    """The prepared callable, its launches packed as on an NVIDIA GPU."""
+    made, plan = Packed(), f.ready.plan
+    plan._packed, plan.base_bytes = [made], plan.workspace_bytes
+    return made
+
+
 @on_cpu
 def test_each_stream_has_its_own_workspace(gpu):
     f = zyfa.prepare(*qkv(), precision="fp8")
-
-    def workspace(stream):
-        gpu.stream = stream
+    made = packed(f)
+    for gpu.stream in (7, 8, 7, 8):
         f(*qkv(1))
-        return gpu.last().args[0]
+    (one, two), again = dict(made.runs[:2]), made.runs[2:]
+    assert (one, two) == (7, 8) and again == made.runs[:2]
+    assert len({base for _, base in made.runs}) == 2 and all(base for _, base in made.runs)
 
-    one, two = workspace(7), workspace(8)
-    assert one != two and (workspace(7), workspace(8)) == (one, two)
-    assert len(f._workspaces) == 2
+
+@on_cpu
+def test_bf16_needs_no_workspace(gpu):
+    f = zyfa.prepare(*qkv())
+    made = packed(f)
+    f(*qkv(1))
+    assert made.runs == [(7, 0)] and not f._workspaces
 
 
 WRONG = [
@@ -182,7 +204,7 @@ def test_first_launch_replay_and_prepared_agree_bit_for_bit(precision, descripto
         q, k, v = on_gpu(seed)
         first = zyfa.attention(q, k, v, **same)
         if torch.version.cuda:
-            assert all(plan._packed is not None for plan in launch._plans.values())
+            assert all(plan._packed for plan in launch._plans.values())
         f = zyfa.prepare(*on_gpu(9), **same)
         other = zyfa.attention(*on_gpu(8), **same)  # moves every address
         for result in (zyfa.attention(q, k, v, **same), f(q, k, v), f(q, k, v)):
@@ -219,6 +241,36 @@ def test_a_prepared_callable_inside_a_capture(precision):
     f(*on_gpu(2))  # a call outside has another workspace
     graph.replay()
     assert torch.equal(out, zyfa.attention(*on_gpu(1), causal=True, precision=precision))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, 0.5, "one", "full"])
+def test_fp8_inputs_with_every_form_of_a_descale(scale):
+    """First call, replays, prepared and captured calls agree."""
+    fp8, other = ([x.to(torch.float8_e4m3fn) for x in on_gpu(seed)] for seed in range(2))
+    forms = {"one": torch.full((1,), 0.5, device="cuda"), "full": torch.full((1, 2), 0.5, device="cuda")}
+    same = {"causal": True, "v_descale": forms.get(scale, scale)}
+    plain = torch.full((1, 2), 0.5 if scale else 1.0, device="cuda")
+    want = zyfa.attention(*other, causal=True, v_descale=plain)
+    f = zyfa.prepare(*fp8, **same)
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(3):
+        assert torch.equal(zyfa.attention(*other, **same), want) and torch.equal(f(*other), want)
+    with torch.cuda.graph(graph):
+        out = zyfa.attention(*fp8, **same)
+    for x, fresh in zip(fp8, other, strict=True):
+        x.copy_(fresh)
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_the_host_is_refused_on_a_warm_signature():
+    q, k, v = on_gpu()
+    for _ in range(2):
+        zyfa.attention(q, k, v)
+        with pytest.raises(ValueError, match="q, k and v must be on one device; k is on cpu"):
+            zyfa.attention(q, k.cpu(), v)
 
 
 @pytest.mark.gpu

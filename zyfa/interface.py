@@ -1,9 +1,10 @@
 """The public call: check, key, choose, launch. It never tunes, never writes, never fails because of a database."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .kernels.replay import Plan
 from .limits import broken_limit
 from .lookup import Choice, choose, describe, withdraw
 from .op import through_operator
-from .ready import Ready, argument, find, is_plain, remember
+from .ready import Ready, Scales, argument, find, is_plain, remember, settled
 from .recipes import PRESETS, RECIPES
 
 CPU_ARCH = "gfx950"  # the CPU path emulates the OCP FP8 format, which gfx950 and sm90 share
@@ -91,7 +92,7 @@ def attention(
         descales=extras[3:], precision=precision, config=config, out=out, return_lse=return_lse,
     )  # fmt: skip
     if signature is not None and _decides_all(signature, extras, max_seqlen_q, max_seqlen_k, done):
-        remember(signature, Ready(done.plan, q, done.out, done.lse, config))
+        remember(signature, Ready(done.plan, q, done.out, done.lse, _scales(extras[3:], done.descales), config))
     return (done.out, done.lse) if return_lse else done.out
 
 
@@ -110,15 +111,29 @@ def needs_grad(q, k, v) -> bool:
 
 def _decides_all(signature: tuple, extras: tuple, max_seqlen_q, max_seqlen_k, done: Done) -> bool:
     """Whether every call of this signature does what this one did, so that nothing needs to be checked or read."""
-    varlen, given = extras[1] is not None, extras[3:]
-    read = varlen and (max_seqlen_q is None or max_seqlen_k is None)  # lengths that were read from the offsets
-    converted = done.descales and any(
-        not isinstance(d, Tensor) or d.data_ptr() != used.data_ptr()
-        for d, used in zip(given, done.descales, strict=True)
-    )
+    read = extras[1] is not None and (max_seqlen_q is None or max_seqlen_k is None)  # lengths, from the offsets
     plain = is_plain(*signature[16:18], *signature[18], *signature[19:23])
-    current = signature[0] == lookup.generation
-    return done.plan is not None and current and plain and not read and not converted
+    if done.plan is None or signature[0] != lookup.generation or read or not plain:
+        return False
+    filled = done.descales is not None and not all(isinstance(d, Tensor) for d in extras[3:])
+    return not filled or settled(done.out.device)
+
+
+def _scales(given: tuple, used: tuple[Tensor, ...] | None) -> Scales:
+    """How the descales of a later call become what the kernels take: held, converted, or (None) as they are."""
+
+    def way(name: str, d, kernels: Tensor) -> Callable[[Any], Tensor] | None:
+        (batch, heads), device = kernels.shape, kernels.device
+
+        def convert(d) -> Tensor:
+            return expand_descale(f"{name}_descale", d, batch, heads, device)
+
+        if isinstance(d, Tensor):
+            return None if d.data_ptr() == kernels.data_ptr() else convert
+        # A graph fills in its own, as it may live longer than what is held here.
+        return lambda d: convert(d) if torch.cuda.is_current_stream_capturing() else kernels
+
+    return () if used is None else tuple(map(way, "qkv", given, used))
 
 
 def checked_call(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import interface
-from .ready import Ready, layout
+from .ready import Ready, layout, settled
 
 
 def prepare(q, k, v, **same) -> "Prepared":
@@ -46,8 +46,8 @@ class Prepared:
         self._extras = (same["sink"], same["cu_seqlens_q"], same["cu_seqlens_k"], *descales)
         self.ready = None if done.plan is None else Ready(done.plan, q, done.out, done.lse)
         self._workspaces: dict[int, Tensor] = {}
-        if done.descales and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(q.device).synchronize()  # f may run on a stream that did not fill them
+        if done.descales:
+            settled(q.device)  # f may run on a stream that did not fill them
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None):
         """attention(q, k, v, out=out) with the prepared arguments; ValueError where a layout is another."""
@@ -67,14 +67,15 @@ class Prepared:
         ready = self.ready
         if ready is None or interface.needs_grad(q, k, v):
             return interface.attention(q, k, v, out=out, **self._same)
-        base = self._workspace(ready.plan) if ready.plan.workspace_bytes else 0
+        base = self._workspace(ready.plan) if ready.plan.base_bytes else 0
         return ready.run(q, addresses, out, self._extras, base)
 
     def _workspace(self, plan) -> int:
         stream = plan.stream()
-        if stream not in self._workspaces:
-            self._workspaces[stream] = plan.workspace()
-        return self._workspaces[stream].data_ptr()
+        held = self._workspaces.get(stream)
+        if held is None:  # of two threads that come here, both use the one that is kept
+            held = self._workspaces.setdefault(stream, plan.workspace())
+        return held.data_ptr()
 
     def _require(self, **tensors) -> None:
         """ValueError for the first tensor that is not like the prepared one."""

@@ -31,6 +31,7 @@ _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 _MAP_BYTES = 128
 _L2_PROMOTION = 2  # of 128 bytes, as Triton's launchers ask for
 _INVALID_CONTEXT = 201
+_NOWHERE = -1
 
 Place = tuple[int | None, int]  # (index of an input, 0), or (None, offset in the workspace)
 
@@ -105,8 +106,8 @@ class Packed:
         self._cells = (ctypes.c_uint64 * max(1, len(self._index)))()
         self._write = struct.Struct(f"{inputs}Q").pack_into
         self._launches = [self._packed(launch) for launch in launches]
-        self._at: list[int] = [0] * len(self._maps)  # where each tensor map points
-        self._base = self._stream = 0
+        self._at = [_NOWHERE] * len(self._maps)  # where each tensor map points
+        self._base = self._stream = _NOWHERE
         self._context = ctypes.c_void_p()
         self._check(driver.context(ctypes.byref(self._context)))
 
@@ -114,16 +115,19 @@ class Packed:
         """Launches on a stream (a CUstream) with the addresses of the inputs and of the workspace."""
         self._write(self._cells, 0, *addresses)
         if base != self._base:
+            self._base = _NOWHERE  # an interrupt may leave it half moved
             for cell, offset in self._offsets:
                 self._cells[cell] = base + offset
             self._base = base
         if stream != self._stream:
+            self._stream = _NOWHERE
             for launch in self._launches:
                 launch.config.stream = stream
             self._stream = stream
         for i, (pointer, (source, offset), _) in enumerate(self._maps):
             address = base + offset if source is None else addresses[source]
             if address != self._at[i]:
+                self._at[i] = _NOWHERE
                 if status := self._driver.move(pointer, ctypes.c_void_p(address)):
                     self._again(status, self._driver.move, pointer, ctypes.c_void_p(address))
                 self._at[i] = address

@@ -5,7 +5,6 @@ on the host of an H200 (torch 2.11, Triton 3.6, 2026-11). So the launches of a c
 and replayed with the tensors of the next call in place of the recorded ones. Temporaries become parts of one workspace.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -80,12 +79,6 @@ def distinct(inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None
     return tuple(unique)
 
 
-def _hooked() -> bool:
-    """Whether somebody (a profiler) watches launches, which only Triton's own launch tells."""
-    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
 class Plan:
     """The launches of one call signature, to be repeated on the tensors of other calls. Any thread may run it."""
 
@@ -101,8 +94,9 @@ class Plan:
         self._storages = {x.untyped_storage().data_ptr() for x in inputs if x is not None and x.numel()}
         # compiled kernel, grid, arguments, and [(argument, input or None for the workspace, offset, descriptor)]
         self._steps = [self._step(launch) for launch in launches]
-        self._packed = packed(launches, self.inputs, self._place)
-        self._busy = threading.Lock()
+        # At most one, which whoever runs takes out: popping and appending need no lock and cost half of one.
+        self._packed = [] if (made := packed(launches, self.inputs, self._place)) is None else [made]
+        self.base_bytes = self.workspace_bytes if self._packed else 0
 
     def _step(self, launch: Launch):
         args, moving = list(launch.args), []
@@ -129,7 +123,8 @@ class Plan:
     def replay(self, inputs: Sequence[torch.Tensor | None]) -> None:
         """Launches on the current stream; inputs in the order and with the layouts of the recorded ones."""
         addresses = [0 if x is None else x.data_ptr() for x in inputs[: self.inputs]]
-        self.run(addresses, self.workspace().data_ptr())
+        workspace = self.workspace()
+        self.run(addresses, workspace.data_ptr())
 
     def workspace(self) -> torch.Tensor:
         """Memory for one run: free again for whatever its stream does afterwards."""
@@ -140,30 +135,38 @@ class Plan:
         return triton.runtime.driver.active.get_current_stream(self.device_index)
 
     def run(self, addresses: Sequence[int], base: int) -> None:
-        """Launches on the current stream of self.device, which must be the current device.
+        """Launches on the current stream of the plan's device, which must be the current device.
 
-        addresses: of the first self.inputs inputs, 0 for one that is None; base: where a workspace() starts.
+        addresses: of the first self.inputs inputs, 0 for one that is None; base: where self.base_bytes of a workspace
+        start, which no launch of another stream uses.
         """
-        if self._packed is None or _hooked():
-            self._launch(addresses, base)
-        elif self._busy.acquire(blocking=False):
-            try:
-                self._packed.run(addresses, self.stream(), base)
-            finally:
-                self._busy.release()
-        else:  # another thread, or what this one interrupted, is writing the parameters: share nothing with it
-            workspace = self.workspace()
-            self._launch(addresses, workspace.data_ptr())
+        enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+        try:
+            watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+            packed = None if watched else self._packed.pop()
+        except IndexError:  # nothing is packed, or another thread, or what this one interrupted, writes parameters
+            packed = None
+        if packed is None:
+            workspace = self.workspace()  # of its own: the one at base may be in use, too
+            self._launch(addresses, workspace.data_ptr(), watched)
+            return
+        try:
+            packed.run(addresses, self.stream(), base)
+        finally:
+            self._packed.append(packed)
 
-    def _launch(self, addresses: Sequence[int], base: int) -> None:
-        """Through Triton: tensors as plain addresses, which spares the driver's look at each pointer."""
-        hooked, stream = _hooked(), self.stream()
+    def _launch(self, addresses: Sequence[int], base: int, watched) -> None:
+        """Through Triton: tensors as plain addresses, which spares the driver's look at each pointer.
+
+        watched: by hooks, such as a profiler's, that only compiled[grid] tells of launches.
+        """
+        stream = self.stream()
         for compiled, grid, template, moving in self._steps:
             args = template.copy()
             for i, source, offset, descriptor in moving:
                 address = base + offset if source is None else addresses[source]
                 args[i] = address if descriptor is None else _rebased(descriptor, address)
-            if hooked:
+            if watched:
                 compiled[grid](*args)
             else:  # what compiled[grid] does but for the hooks
                 compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
