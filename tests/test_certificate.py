@@ -136,8 +136,8 @@ def test_the_kernel_earns_the_certificate_of_its_emulation(causal):
 
     arch = current_device(0).arch
     mine, bad = certify(tuple(RECIPES), (128, 128, causal), kernel(arch, torch.device("cuda", 0)))
-    exact, _ = certify(tuple(RECIPES), (128, 128, causal), emulation(arch))
-    assert bad == {}
+    exact, _ = certify([c.recipe for c in mine], (128, 128, causal), emulation(arch))
+    assert set(bad) == {name for name, r in RECIPES.items() if r.granularity == "mx" and arch != "gfx950"}
     for c, e in zip(mine, exact, strict=True):
         for name in c.errors:
             assert all(x <= 1.5 * y for x, y in zip(c.errors[name], e.errors[name], strict=True)), (c.recipe, name)

@@ -138,6 +138,8 @@ def accuracy(activations, families, head_dims, recipes, seqlen, causal, device, 
     rows = [row for sample in samples for row in measure(sample, recipes, causal, device)]
     _print(_accuracy_table(rows, device))
     _print(_median_table(rows))
+    if absent := [name for name in recipes if name in RECIPES and name not in {row.recipe for row in rows}]:
+        click.echo(f"left out, this GPU cannot run them: {', '.join(absent)}")
     if plot:
         save_accuracy(rows, plot)
     _write(json_path, ACCURACY_METHOD, [row._asdict() for row in rows], device)

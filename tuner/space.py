@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 # says otherwise. On flat random inputs plain FP8 makes 4 to 6.2 % whatever is done to Q and K first, at every head
 # dim, so a lower bound would judge the inputs; recipes that lose real layers make 10 to 58 % there.
 MAX_RECIPE_ERROR = 0.07
+# V scales of a channel are left out: a pass more, and on the samples the same error to three digits.
 FP8_RECIPES = (
     PRESETS["balanced"],
-    *(r.name for r in RECIPES.values() if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"]),
+    *(
+        r.name
+        for r in RECIPES.values()
+        if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"] and r.v_granularity != "channel"
+    ),
 )
 
 _COMMON: dict[str, tuple] = {
