@@ -8,7 +8,7 @@ from databases import CONFIG, H200, a_key, add_ok
 from zyfa import lookup
 from zyfa.archs import default_config
 from zyfa.config import AttentionConfig
-from zyfa.lookup import _with_recipe, choose, withdraw
+from zyfa.lookup import _with_recipe, choose, faster_plain, withdraw
 from zyfa.recipes import PRESETS
 from zyfa.tuning_db import reader
 from zyfa.tuning_db.store import Store
@@ -98,3 +98,19 @@ def test_a_row_of_a_recipe_that_fails_is_withdrawn_for_that_recipe_only():
         assert withdraw(KEY, H200, RuntimeError("ptxas"), FAST.recipe)
     assert choose(KEY, H200, FAST.recipe).config == dataclasses.replace(default_config("sm90", KEY), recipe=FAST.recipe)
     assert choose(KEY, H200).config == WINNER
+
+
+@pytest.mark.parametrize(
+    "fp8, bf16, dtype",
+    [({"ms": 2.0}, {"ms": 1.9}, "none"), ({"ms": 2.0}, {"ms": 2.0}, "none"), ({"ms": 1.9}, {"ms": 2.0}, "fp8"),
+     ({"ms": 2.0, "trust": "predicted"}, {"ms": 1.0}, "fp8"), ({"ms": 2.0}, {"ms": 1.0, "trust": "predicted"}, "fp8")],
+)  # fmt: skip
+def test_fp8_gives_way_to_bf16_where_both_were_timed_and_it_is_no_faster(fp8, bf16, dtype):
+    with Store(lookup.user_db_path(H200), H200) as store:
+        add_ok(store, KEY, WINNER, **fp8)
+        add_ok(store, a_key(), CONFIG, **bf16)
+    choice = faster_plain(choose(KEY, H200), KEY, H200)
+    assert choice.config == (CONFIG if dtype == "none" else WINNER)
+    assert "fp8: 2000 us" in choice.misses[0] if dtype == "none" else choice is choose(KEY, H200)
+    far = a_key(8192, dtype="fp8")  # borrowed rows say nothing about which is faster there
+    assert faster_plain(choose(far, H200), far, H200).config == WINNER

@@ -17,7 +17,7 @@ from .device import Device, current_device
 from .kernels.launch import attention_forward
 from .kernels.replay import Plan
 from .limits import broken_limit
-from .lookup import Choice, choose, describe, withdraw
+from .lookup import Choice, choose, describe, faster_plain, withdraw
 from .op import through_operator
 from .ready import Ready, Scales, argument, find, is_plain, remember, settled
 from .recipes import PRESETS
@@ -47,7 +47,8 @@ def attention(
     softcap * tanh(s / softcap); sink (nheads, floating point) is a logit per head without a key. A row that sees no key
     gives 0 and lse -inf, or the sink.
 
-    precision: "auto" keeps the dtype of the inputs, "fp8" quantises them with the recipe of the tuned config,
+    precision: "auto" keeps the dtype of the inputs, "fp8" quantises them with the recipe of the tuned config (or runs
+    in 16 bits where that was timed to be as fast),
     "fp8:per_tensor", "fp8:fast", "fp8:balanced", "fp8:accurate" with that preset in its own best config (or in the
     tuned tile where none is stored), "bf16" never quantises. FP8 inputs take q_descale (batch, nheads), k_descale,
     v_descale (batch, nheads_k), one element, or numbers; 1.0 where absent.
@@ -195,11 +196,16 @@ def _check_fp8(q, device: Device) -> None:
 def _config_for(call: Call, config: AttentionConfig | None, device: Device) -> AttentionConfig:
     """The caller's config, checked, or the tuned one; with the recipe that `precision` asks for."""
     if config is None:
-        return choose(call.key, device, call.preset or "").config
+        return _choice_for(call, device).config
     config = dataclasses.replace(config, recipe=call.preset) if call.preset else config
     if reason := broken_limit(config, call.key, device.arch):
         raise ValueError(f"config does not fit this call on {device.sku_key}: {reason}")
     return config
+
+
+def _choice_for(call: Call, device: Device) -> Choice:
+    choice = choose(call.key, device, call.preset or "")
+    return faster_plain(choice, call.key, device) if call.quantises else choice
 
 
 def _launched(launch, call: Call, config: AttentionConfig | None, device: Device):
@@ -279,5 +285,5 @@ def explain(q, k, v, *, precision="auto", causal=False, window_size=(-1, -1), **
     if not q.is_cuda:
         return Explanation(call, None, None, None)
     device = current_device(q.device.index)
-    choice = choose(call.key, device, call.preset or "")
+    choice = _choice_for(call, device)
     return Explanation(call, device, choice, _config_for(call, same.get("config"), device))

@@ -109,6 +109,16 @@ def _with_recipe(config: AttentionConfig, key: AttentionKey, device: Device, rec
     return wanted
 
 
+def faster_plain(fp8: Choice, key: AttentionKey, device: Device) -> Choice:
+    """The bf16 choice where both were timed in this very cell and FP8, quantisation included, was no faster."""
+    plain = choose(key._replace(dtype="bf16"), device)
+    timed = all(c.row and (c.match, c.trust) == ("exact", "measured") for c in (fp8, plain))
+    if not timed or fp8.row.ms < plain.row.ms:  # type: ignore[union-attr]
+        return fp8
+    told = f"fp8: {fp8.row.ms * 1e3:.4g} us with recipe {fp8.config.recipe}, no faster than bf16"  # type: ignore[union-attr]
+    return plain._replace(misses=(told, *plain.misses))
+
+
 def withdraw(key: AttentionKey, device: Device, error: Exception, recipe: str = "") -> bool:
     """Replaces the row that a call was given, and that failed to launch, by the default; False if there was none.
 
