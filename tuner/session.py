@@ -196,6 +196,7 @@ def _tools(device: Device, method: str, farm: LazyFarm, axis: RecipeAxis) -> Too
     arch, priced = device.arch, model.DEVICES.get(device.sku)
     return Tools(
         space=lambda key: Space(
+            key,
             lambda trial: space.suggest(trial, key, arch, axis.searched(key)),
             lambda config: space.broken_rule(config, key, arch),
             lambda: space.candidates(key, arch, axis.searched(key)),

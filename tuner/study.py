@@ -1,19 +1,21 @@
 """The search of one cell: an Optuna study in memory that is asked and told, and never asks for the same config twice.
 
-TPE with constraints: on public exhaustive landscapes it came within 5 % of the optimum after 44 to 104 evaluations
-where random search took 271 to 366. An illegal point is told as a violated constraint, for TPE learns nothing from a
-failed trial: told that way, 93 % of 2,000 asks were illegal. Repeats (20 to 50 % of its asks) cost nothing: they are
-answered from what is known, and when they pile up the nearest untried config is taken instead.
+Seeds first, through enqueue_trial, then what the sampler draws (samplers.py). An illegal point is told as a violated
+constraint, for TPE learns nothing from a failed trial: told that way, 93 % of 2,000 asks were illegal on a public
+landscape. Repeats (20 to 50 % of TPE's asks) cost nothing: they are answered from what is known, and when they pile up
+the nearest untried config is taken instead.
 """
 
 import random
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import optuna
 
-from zyfa.config import AttentionConfig
+from zyfa.config import AttentionConfig, AttentionKey
+
+from . import samplers
+from .surrogate import Observation
 
 MAX_ASKS = 16  # of TPE for one new config, before a neighbour of the last one is taken
 MIN_GAIN = 0.005  # a smaller gain is noise and does not prolong the search
@@ -24,36 +26,36 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 @dataclass(frozen=True)
 class Space:
-    """What may be searched for one cell: `suggest` draws a config, `broken_rule` names what forbids it, or None."""
+    """What may be searched for one key: `suggest` draws a config, `broken_rule` names what forbids it, or None."""
 
+    key: AttentionKey
     suggest: Callable[[optuna.Trial], AttentionConfig]
     broken_rule: Callable[[AttentionConfig], str | None]
-    candidates: Callable[[], Sequence[AttentionConfig]]  # every legal config; slow, so called only when asks repeat
+    candidates: Callable[[], Sequence[AttentionConfig]]  # every legal config
 
 
 class CellStudy:
     """Asks for configs that were not tried yet, starting with the seeds, and learns from what it is told.
 
+    sampler: a name in samplers.SAMPLERS. evidence: what is known of other keys, which the default sampler uses.
     times: ms of each config told, None where it has no valid time, in the order of telling.
     """
 
-    def __init__(self, space: Space, seeds: Iterable[AttentionConfig], seed: int):
+    def __init__(
+        self, space: Space, seeds: Iterable[AttentionConfig], seed: int, sampler: str = samplers.DEFAULT,
+        evidence: Iterable[Observation] = (),
+    ):  # fmt: skip
         self._space = space
         self._seeds = [config for config in seeds if space.broken_rule(config) is None]
         self._random = random.Random(seed)
-        with warnings.catch_warnings():  # multivariate is marked experimental
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-        self._study = optuna.create_study(direction="minimize", sampler=sampler)
-        probe = self._study.ask()
-        space.suggest(probe)
-        self._distributions = probe.distributions
-        kinds = self._distributions.items()
-        self._choices = {n: d.choices for n, d in kinds if isinstance(d, optuna.distributions.CategoricalDistribution)}
-        self._study.tell(probe, state=optuna.trial.TrialState.FAIL)
         self._running: dict[AttentionConfig, optuna.Trial | None] = {}
         self.times: dict[AttentionConfig, float | None] = {}
-        self.illegal_asks = 0
+        self.illegal_asks = 0  # what the sampler drew in vain
+        self._distributions = _distributions(space)
+        kinds = self._distributions.items()
+        self._choices = {n: d.choices for n, d in kinds if isinstance(d, optuna.distributions.CategoricalDistribution)}
+        made = samplers.make(sampler, space, self._distributions, seed, evidence, self.times, self._running)
+        self._study = optuna.create_study(direction="minimize", sampler=made)
 
     @property
     def pending(self) -> int:
@@ -68,7 +70,8 @@ class CellStudy:
         """A legal config that was never asked for; None when there is none left."""
         while self._seeds:
             config = self._seeds.pop(0)
-            if self.claim(config):
+            if config not in self._running and config not in self.times:
+                self._running[config] = self._enqueued(config) if self._in_space(config) else None
                 return config
         for _ in range(MAX_ASKS):
             trial = self._study.ask()
@@ -88,6 +91,13 @@ class CellStudy:
     def recipes(self) -> set[str]:
         """Of all configs that were asked for."""
         return {config.recipe for config in (*self.times, *self._running)}
+
+    def _enqueued(self, config: AttentionConfig) -> optuna.Trial:
+        """A trial of this config, which the sampler did not choose."""
+        self._study.enqueue_trial({name: getattr(config, name) for name in self._distributions})
+        trial = self._study.ask()
+        self._space.suggest(trial)
+        return trial
 
     def claim(self, config: AttentionConfig) -> bool:
         """Marks a config as being evaluated; False if it is or was already."""
@@ -179,3 +189,10 @@ class CellStudy:
     def expected_gain(self) -> float:
         """How promising another trial is, in (0, 1]: falls with the trials since the last gain."""
         return 1.0 / (1 + self.since_gain + self.pending)
+
+
+def _distributions(space: Space) -> dict[str, optuna.distributions.BaseDistribution]:
+    """What `suggest` draws from, read off one trial of a study that is thrown away."""
+    probe = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
+    space.suggest(probe)
+    return probe.distributions
