@@ -24,7 +24,7 @@ PRIOR_MEAN, PRIOR_STD = math.log(0.4), 1.2  # of the logarithm of a squared inve
 STEPS = (-0.9, 0.9)  # of that logarithm, tried in turn for each field
 REFIT = 4  # tells between two fits of the scales
 FIT_ROWS = 96  # times that a fit looks at: 50 inversions of so many rows take 30 ms
-HOPELESS = 0.1  # chance of being valid below which a config is left for the end
+HOPELESS = 0.25  # chance of being valid below which a config is left for the end
 MAX_EVIDENCE = 240  # times from other cells at most; an inversion of 300 rows takes 4 ms
 MAX_POOL = 4000  # configs that are scored in one go: 50 ms
 
