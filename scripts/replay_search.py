@@ -75,7 +75,7 @@ class Replay:
         """One search of one landscape; cold ones are kept, since warm ones ask for them."""
         if strategy == "cold":
             if (landscape.name, seed) not in self._cold:
-                self._cold[landscape.name, seed] = self._ours(landscape, seed, self._seeds(landscape), ())
+                self._cold[landscape.name, seed] = self._ours(landscape, seed, self._seeds(landscape), [])
             return self._cold[landscape.name, seed]
         if strategy == "warm":
             return self._warm(landscape, seed)
@@ -86,7 +86,9 @@ class Replay:
         return [config for config in space.seeds(landscape.key, self._arch) if config in landscape.entries]
 
     def _ours(self, landscape: Landscape, seed: int, seeds: Iterable[AttentionConfig], evidence) -> Trace:
-        return search(landscape, CellStudy(landscape.space(), seeds, seed, evidence=evidence), self._trials, seed)
+        return search(
+            landscape, CellStudy(landscape.space(), seeds, seed, evidence=lambda: evidence), self._trials, seed
+        )
 
     def _warm(self, landscape: Landscape, seed: int) -> Trace:
         key = landscape.key

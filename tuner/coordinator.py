@@ -4,6 +4,7 @@ The only writer. A trial is stored before the study hears of it, so a run that i
 nothing else; the next one rebuilds the studies from the log.
 """
 
+import functools
 import math
 import time
 from collections import Counter
@@ -13,20 +14,22 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from zyfa.config import AttentionConfig
 from zyfa.tuning_db.store import Store, Trial
 
-from .cells import CellRun, Display, Setup, Tools, failed_build, result_of, size_of
+from .cells import CellRun, Display, Setup, Tools, failed_build, result_of
 from .compile import Build
 from .facts import Facts
 from .plan import PlannedCell
 from .study import CellStudy
-from .timing import winner_of
+from .timing import MIN_GAIN, STORED_GAIN, decide
+from .warm import ENOUGH, WarmStart
 from .worker import Job, Result, WorkerPool
 
 TICK_S = 0.2  # how long a signal or the display waits at most
 TRIAL_LIMIT_S = 60.0  # covers a compile that the disk cache missed
 FINAL_LIMIT_S = 300.0
 MEASURED_AT_ONCE = 8  # cells: enough to have builds ready for every GPU, few enough to learn from finished ones
-CELL_IN_FLIGHT = 12  # trials of one cell: TPE learns from results, and a quarter of a default search is enough ahead
-NEIGHBOURS, MODEL_TOP = 3, 3  # seeds from finished cells, and from the model's ranking of what is compiled already
+CELL_IN_FLIGHT = 8  # trials of one cell: a search learns from results, and builds must be ready
+MODEL_TOP = 3  # seeds from the model's ranking of what is compiled already
+TIE = "ties with the winner"  # the reason of a final trial that is as good
 PAIRED, UNPAIRED = "A", "B"  # confidence of a measured winner: decided side by side, or by separate timings
 
 
@@ -42,6 +45,8 @@ class Coordinator:
         self._display, self._stopped = display, stopped
         self._handlers: dict[Future, list[Callable[[Future], None]]] = {}
         self._facts: dict[tuple, Facts] = {}  # of what passed its gates, by family and config
+        past = store.trials(trust=setup.trust) if store is not None and not setup.fresh else []
+        self._warm = WarmStart(past, setup.toolchain, tools.lent() if setup.method == "measure" else ())
 
     def run(self) -> list[CellRun]:
         """Searches until every cell is done, the deadline passes or stopped() says so; returns all cells.
@@ -103,7 +108,7 @@ class Coordinator:
         return not run.recipes <= run.study.recipes()
 
     def _finished(self, run: CellRun) -> bool:
-        return run.study.finished(self._setup.effort.trials, self._setup.patience)
+        return run.study.finished(self._setup.effort.trials, self._setup.patience, self._setup.min_gain)
 
     def _close_if_finished(self, run: CellRun) -> bool:
         if run.study.pending or (self._wants_more(run) and not self._expired()):
@@ -121,8 +126,10 @@ class Coordinator:
     # --- one cell ----------------------------------------------------------------------------------------------
 
     def _start(self, run: CellRun) -> None:
-        seeds = [run.default, *self._neighbours(run), *self._model_top(run), *self._tools.seeds(run.key)]
-        run.study = CellStudy(self._tools.space(run.key), dict.fromkeys(seeds), self._setup.seed)
+        evidence = functools.partial(self._warm.evidence, run, self.runs)
+        seeds = self._seeds(run, len(evidence()))
+        space = self._warm.without_offenders(self._tools.space(run.key))
+        run.study = CellStudy(space, seeds, self._setup.seed, self._setup.sampler, evidence)
         run.recipes = frozenset(config.recipe for config in seeds if self._setup.fronted(run.key, config))
         run.state = "searching"
         if self._store is not None and not self._setup.fresh:
@@ -131,6 +138,15 @@ class Coordinator:
             load = Counter(other.gpu for other in self._searching)
             run.gpu = min(self._pool.gpus, key=lambda gpu: load[gpu])
         self._display.state(run)
+
+    def _seeds(self, run: CellRun, evidence: int) -> list[AttentionConfig]:
+        """Where a search starts; the architecture's own seeds are left out where near cells tell more, except those
+        that a front needs.
+        """
+        known, own = self._warm.seeds(run, self.runs), self._tools.seeds(run.key)
+        if evidence >= ENOUGH:
+            return [*known, *(config for config in own if self._setup.fronted(run.key, config))]
+        return [*known, *self._model_top(run), *own]
 
     def _restore(self, run: CellRun) -> None:
         """Rebuilds the study from the log; the cell is done if its search had ended and its winner was decided."""
@@ -141,6 +157,8 @@ class Coordinator:
             self._replay(run, trial)
         run.resumed = len(run.study.times)
         winner = self._store.winner(*at)
+        stored = winner or self._store.winner(run.planned.cell)
+        run.incumbent = stored.trial.config if stored else None
         if winner and not self._setup.admits(run.key, winner.trial.config):
             winner = None
         if winner and (self._setup.method, winner.confidence) != ("measure", UNPAIRED) and self._ended(run):
@@ -158,18 +176,9 @@ class Coordinator:
             run.count(trial.outcome, trial.reason)
             run.study.claim(trial.config)
             run.study.tell(trial.config, trial.ms)
+        run.results.pop(trial.config, None)  # the last word on a config is the last trial
         if trial.outcome == "ok":
             run.results[trial.config] = trial.id, result_of(trial)
-
-    def _neighbours(self, run: CellRun) -> list[AttentionConfig]:
-        """Winners to start from: the cell's own under another toolchain, then those of the family's nearest lengths."""
-        own = self._store.winner(run.planned.cell) if self._store is not None else None
-        near = sorted(
-            (other for other in self.runs if other.family == run.family and other.winner),
-            key=lambda other: abs(math.log2(size_of(other.key) / size_of(run.key))),
-        )
-        winners = [other.winner[0] for other in near if other.winner]
-        return ([own.trial.config] if own else []) + list(dict.fromkeys(winners))[:NEIGHBOURS]
 
     def _model_top(self, run: CellRun) -> list[AttentionConfig]:
         """What the model holds best for this cell among the builds of its family; they cost no compile."""
@@ -241,6 +250,7 @@ class Coordinator:
     def _record(self, run: CellRun, config: AttentionConfig, result: Result, facts: dict) -> None:
         """Stores a trial, then tells the study and the display."""
         self._log(run, config, result, facts)
+        self._warm.note(run.key, config, result.outcome)
         run.study.tell(config, result.ms)
         run.count(result.outcome, result.reason)
         self._display.trial(run, config, result)
@@ -250,7 +260,7 @@ class Coordinator:
             return
         number = self._store.add_trial(
             run.key, self._setup.toolchain, config, trust=self._setup.trust, is_default=config == run.default,
-            facts=facts, **result._asdict(),
+            facts=facts, **result.stored(),
         )  # fmt: skip
         if result.outcome == "ok":
             run.results[config] = number, result
@@ -286,20 +296,28 @@ class Coordinator:
         assert self._pool is not None
         self._set_state(run, "comparing")
         fastest = self._ranked(run)[: self._setup.effort.finalists]
-        default = [run.default] if run.default in run.results else []
-        configs = tuple(dict.fromkeys([*default, *fastest, *self._front(run)]))
+        always = [c for c in (run.default, run.incumbent) if c in run.results]
+        configs = tuple(dict.fromkeys([*always, *fastest, *self._front(run)]))
         job = Job(run.key, configs, self._setup.effort.final, self._setup.max_error)
         future = self._pool.submit(run.gpu, job, FINAL_LIMIT_S)
         self._on(future, lambda done: self._compared(run, configs, done.result()))
 
     def _compared(self, run: CellRun, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> None:
-        for config, result in zip(configs, results, strict=True):
+        valid = [
+            i for i, result in enumerate(results) if result.outcome == "ok" and self._setup.admits(run.key, configs[i])
+        ]
+        incumbent = next((n for n, i in enumerate(valid) if configs[i] == run.incumbent), None)
+        gain = MIN_GAIN if incumbent is None else STORED_GAIN
+        verdict = decide([results[i].timing() for i in valid], incumbent or 0, gain) if valid else None
+        ties = {valid[n] for n in verdict.ties} if verdict else set()
+        for i, (config, result) in enumerate(zip(configs, results, strict=True)):
             run.results.pop(config, None)  # the last word on a config is the last trial
-            self._log(run, config, result, {})
-        valid = [c for c in configs if c in run.results and self._setup.admits(run.key, c)]
-        if valid:
-            timings = [run.results[config][1].timing() for config in valid]
-            self._crown(run, valid[winner_of(timings)], PAIRED)
+            self._warm.note(run.key, config, result.outcome)
+            told = result._replace(reason=TIE) if i in ties else result
+            self._log(run, config, told, {"sensors": result.sensors} if result.sensors else {})
+        if verdict:
+            run.ties = len(ties)
+            self._crown(run, configs[valid[verdict.winner]], PAIRED)
             return self._set_state(run, "done")
         return self._compare(run) if self._ranked(run) else self._set_state(run, "failed")
 

@@ -31,14 +31,14 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         candidates: Callable[[], Sequence[AttentionConfig]], known: Mapping[AttentionConfig, float | None],
         running: Iterable[AttentionConfig],
     ):  # fmt: skip
-        self._surrogate, self._distributions, self._candidates = surrogate, dict(distributions), candidates
+        self.surrogate, self._distributions, self._candidates = surrogate, dict(distributions), candidates
         self._known, self._running = known, running
 
     def infer_relative_search_space(self, study, trial) -> dict[str, BaseDistribution]:
         return self._distributions
 
     def sample_relative(self, study, trial, search_space) -> dict:
-        config = self._surrogate.propose(self._candidates(), self._known, self._running)
+        config = self.surrogate.propose(self._candidates(), self._known, self._running)
         return {} if config is None else {name: getattr(config, name) for name in search_space}
 
     def sample_independent(self, study, trial, param_name, param_distribution):
@@ -47,8 +47,9 @@ class CandidateSampler(optuna.samplers.BaseSampler):
 
 
 def make(
-    name: str, space, distributions: Mapping[str, BaseDistribution], seed: int, evidence: Iterable[Observation],
-    known: Mapping[AttentionConfig, float | None], running: Iterable[AttentionConfig],
+    name: str, space, distributions: Mapping[str, BaseDistribution], seed: int,
+    evidence: Callable[[], Iterable[Observation]], known: Mapping[AttentionConfig, float | None],
+    running: Iterable[AttentionConfig],
 ) -> optuna.samplers.BaseSampler:  # fmt: skip
     """The sampler of a name in SAMPLERS for a study.Space."""
     with warnings.catch_warnings():  # some of these are marked experimental

@@ -27,6 +27,7 @@ from .gate import gate
 from .progress import LiveProgress, PlainProgress, duration
 from .report import print_table, row_of, to_json, why_none, write_html
 from .study import Space
+from .warm import lent_rows
 from .worker import WorkerError, WorkerPool
 
 NO_GPU_TARGET = "mi355x"
@@ -205,6 +206,7 @@ def _tools(device: Device, method: str, farm: LazyFarm, axis: RecipeAxis) -> Too
         compile=farm.submit,
         gate=lambda facts, key, config: gate(facts, key, config, arch),
         predict=None if method == "compile" or not priced else lambda f, k, c: model.predict(f, k, c, priced),
+        lent=lambda: lent_rows(device.sku_key, arch, device.vendor),
     )
 
 

@@ -15,10 +15,12 @@ import optuna
 from zyfa.config import AttentionConfig, AttentionKey
 
 from . import samplers
-from .surrogate import Observation
+from .surrogate import Observation, Surrogate
 
 MAX_ASKS = 16  # of TPE for one new config, before a neighbour of the last one is taken
 MIN_GAIN = 0.005  # a smaller gain is noise and does not prolong the search
+FIRST_GAIN = 0.25  # what the first trials of a cell are held to promise, before there is a model to ask
+CALM_AFTER, CALM = 24, 10  # configs told, and of them without a gain, before the model may end a search
 NO_TIME = 1e9  # the value of an infeasible trial; TPE ranks those by their constraint alone
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -37,19 +39,20 @@ class Space:
 class CellStudy:
     """Asks for configs that were not tried yet, starting with the seeds, and learns from what it is told.
 
-    sampler: a name in samplers.SAMPLERS. evidence: what is known of other keys, which the default sampler uses.
+    sampler: a name in samplers.SAMPLERS. evidence: gives what is known of other keys, which the default sampler uses.
     times: ms of each config told, None where it has no valid time, in the order of telling.
     """
 
     def __init__(
         self, space: Space, seeds: Iterable[AttentionConfig], seed: int, sampler: str = samplers.DEFAULT,
-        evidence: Iterable[Observation] = (),
+        evidence: Callable[[], Iterable[Observation]] = tuple,
     ):  # fmt: skip
         self._space = space
         self._seeds = [config for config in seeds if space.broken_rule(config) is None]
         self._random = random.Random(seed)
         self._running: dict[AttentionConfig, optuna.Trial | None] = {}
         self.times: dict[AttentionConfig, float | None] = {}
+        self._promised = -1, 0.0  # at how many configs told, and how much
         self.illegal_asks = 0  # what the sampler drew in vain
         self._distributions = _distributions(space)
         kinds = self._distributions.items()
@@ -178,17 +181,39 @@ class CellStudy:
                 best, since = ms, 0
         return since
 
-    def finished(self, trials: int, patience: int) -> bool:
-        """Whether enough was told: `trials` configs, or `patience` in a row without a gain.
+    def finished(self, trials: int, patience: int, min_gain: float = 0.0) -> bool:
+        """Whether enough was told: `trials` configs, `patience` in a row without a gain, or so many that the next one
+        is expected to gain less than min_gain.
 
         A function of what was told alone, so that a resumed run agrees with the one that was stopped.
         """
-        told = len(self.times)
-        return told >= trials or (self.best is not None and told > patience and self.since_gain >= patience)
+        told, calm = len(self.times), self.since_gain
+        if told >= trials or self.best is None:
+            return told >= trials
+        return (told > patience <= calm) or (told >= CALM_AFTER and calm >= CALM and self._promise() < min_gain)
+
+    def _promise(self) -> float:
+        """Expected gain of the most promising config, as a share of the time, by what was told of this key alone."""
+        if self._promised[0] != len(self.times):
+            judge = Surrogate(self._space.key, self._choices, 0)
+            judge.propose(self._space.candidates(), self.times, ())
+            self._promised = len(self.times), judge.gain or 0.0
+        return self._promised[1]
 
     def expected_gain(self) -> float:
-        """How promising another trial is, in (0, 1]: falls with the trials since the last gain."""
-        return 1.0 / (1 + self.since_gain + self.pending)
+        """How promising another trial is, as a share of the time; what is in flight counts against it."""
+        surrogate = self._surrogate()
+        gain = surrogate.gain if surrogate else None
+        return (FIRST_GAIN / (1 + self.since_gain) if gain is None else gain) / (1 + self.pending)
+
+    def expected_regret(self) -> float | None:
+        """Share of the time by which the best so far is expected to miss the best of all configs; None if unknown."""
+        surrogate = self._surrogate()
+        return surrogate.regret if surrogate else None
+
+    def _surrogate(self) -> Surrogate | None:
+        sampler = self._study.sampler
+        return sampler.surrogate if isinstance(sampler, samplers.CandidateSampler) else None
 
 
 def _distributions(space: Space) -> dict[str, optuna.distributions.BaseDistribution]:

@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The outcome of a trial, as it is stored; times in ms, None unless outcome is "ok"."""
+    """The outcome of a trial; times in ms, None unless outcome is "ok". sensors: clocks, power and temperature."""
 
     outcome: str
     ms: float | None = None
@@ -40,11 +40,18 @@ class Result(NamedTuple):
     samples: tuple[float, ...] = ()
     rel_err: float | None = None
     reason: str = ""
+    sensors: dict[str, float] = {}  # noqa: RUF012  # never changed
 
     def timing(self) -> Timing:
         """The times of an ok result."""
         assert self.ms is not None and self.ms_lo is not None and self.ms_hi is not None
         return Timing(self.ms, self.ms_lo, self.ms_hi, self.samples)
+
+    def stored(self) -> dict:
+        """The columns of a trial."""
+        columns = self._asdict()
+        del columns["sensors"]
+        return columns
 
 
 Evaluate = Callable[[Job], list[Result]]
