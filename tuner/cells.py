@@ -49,6 +49,7 @@ class Setup:
     seed: int = 0
     sampler: str = samplers.DEFAULT
     fresh: bool = False
+    recheck: bool = False  # time what is stored of each cell again, and search no further
     deadline: float = math.inf
     admits: Callable[[AttentionKey, AttentionConfig], bool] = lambda key, config: True
     fronted: Callable[[AttentionKey, AttentionConfig], bool] = lambda key, config: False
@@ -85,6 +86,7 @@ class CellRun:
     confidence: str = ""
     default_ms: float | None = None
     incumbent: AttentionConfig | None = None  # the winner that was stored before the run, whatever its toolchain
+    gain: tuple[float, float, float] | None = None  # of the winner over the incumbent, percent, with its interval
     ties: int = 0  # finalists that cannot be told from the winner
     exhausted: bool = False
     recipes: frozenset[str] = frozenset()  # that a front has to have tried

@@ -101,6 +101,8 @@ class Coordinator:
     def _wants_more(self, run: CellRun) -> bool:
         told = len(run.study.times) + run.study.pending
         enough = told >= self._setup.effort.trials or self._finished(run)
+        if self._setup.recheck:
+            return bool(run.study.seeds_left)
         return not run.exhausted and (not enough or self._lacks_recipes(run))
 
     def _lacks_recipes(self, run: CellRun) -> bool:
@@ -144,6 +146,8 @@ class Coordinator:
         that a front needs.
         """
         known, own = self._warm.seeds(run, self.runs), self._tools.seeds(run.key)
+        if self._setup.recheck:
+            return [run.default, *self._warm.own_best(run.key)]
         if evidence >= ENOUGH:
             return [*known, *(config for config in own if self._setup.fronted(run.key, config))]
         return [*known, *self._model_top(run), *own]
@@ -169,6 +173,8 @@ class Coordinator:
             self._keep_front(run)
 
     def _ended(self, run: CellRun) -> bool:
+        if self._setup.recheck:
+            return not run.study.seeds_left
         return (self._finished(run) and not self._lacks_recipes(run)) or run.study.exhausted()
 
     def _replay(self, run: CellRun, trial: Trial) -> None:
@@ -317,6 +323,7 @@ class Coordinator:
             self._log(run, config, told, {"sensors": result.sensors} if result.sensors else {})
         if verdict:
             run.ties = len(ties)
+            run.gain = (verdict.gain, verdict.gain_lo, verdict.gain_hi) if incumbent is not None else None
             self._crown(run, configs[valid[verdict.winner]], PAIRED)
             return self._set_state(run, "done")
         return self._compare(run) if self._ranked(run) else self._set_state(run, "failed")

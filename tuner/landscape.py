@@ -5,8 +5,11 @@ own, so that a recording that is killed keeps what it has; readers of gzip join 
 """
 
 import gzip
+import hashlib
+import itertools
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -143,9 +146,20 @@ def name_of(key: AttentionKey) -> str:
 
 
 def sample(configs: Sequence[AttentionConfig], number: int, first: Iterable[AttentionConfig] = ()) -> list:
-    """At least `number` of the configs: `first`, then strata of (tile, warps, recipe ...) in turn.
+    """`number` of the configs, or all if there are fewer: `first`, then one of each stratum (_stratum) in turn.
 
     A function of the configs alone, so that cells of one family record the same ones and share their builds. Within a
     stratum the order is that of a hash, which favours no value.
     """
-    raise NotImplementedError
+    strata: dict[tuple, list[AttentionConfig]] = defaultdict(list)
+    for config in sorted(configs, key=lambda config: hashlib.sha256(config.to_json().encode()).hexdigest()):
+        strata[_stratum(config)].append(config)
+    turns = itertools.zip_longest(*strata.values())
+    legal = set(configs)
+    chosen = dict.fromkeys(c for c in itertools.chain(first, *turns) if c in legal)
+    return list(chosen)[:number]
+
+
+def _stratum(config: AttentionConfig) -> tuple:
+    """What decides most of the time: kernel, tile and what is multiplied."""
+    return config.BLOCK_M, config.BLOCK_N, config.num_warps, config.recipe, getattr(config, "variant", "")

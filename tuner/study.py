@@ -65,9 +65,10 @@ class CellStudy:
         """Configs that were asked for and not told yet."""
         return len(self._running)
 
-    def add_seeds(self, configs: Iterable[AttentionConfig]) -> None:
-        """Asks for these before the remaining seeds."""
-        self._seeds[:0] = [config for config in configs if self._space.broken_rule(config) is None]
+    @property
+    def seeds_left(self) -> list[AttentionConfig]:
+        """Seeds that were not asked for yet."""
+        return [config for config in self._seeds if config not in self.times and config not in self._running]
 
     def ask(self) -> AttentionConfig | None:
         """A legal config that was never asked for; None when there is none left."""

@@ -63,6 +63,12 @@ class WarmStart:
             dict.fromkeys([run.default, *own, *self._near_winners(run, runs), *self._lent_to(run.planned.cell)])
         )
 
+    def own_best(self, key: AttentionKey) -> list[AttentionConfig]:
+        """The fastest of a cell under other toolchains, the finalists by their last time."""
+        last = {trial.config: trial.ms for trial in self._older[key]}
+        valid = [config for config, ms in last.items() if ms is not None]
+        return sorted(valid, key=lambda config: last[config] or 0.0)[:OWN_TOP]
+
     def _near_winners(self, run: CellRun, runs: Sequence[CellRun]) -> list[AttentionConfig]:
         won = {other.key: other.winner[0] for other in runs if other.winner and other.family == run.family}
         for key, trials in self._mine[run.family].items():
