@@ -91,6 +91,7 @@ class Recorder:
             if {**before.head, "date": ""} != {**head, "date": ""}:
                 raise ValueError(f"{path}: holds a recording of another GPU, toolchain, kernel or cell; move it away")
             self.done = set(before.entries)
+            _rewrite(path, _lines(path))  # what was cut off at the end would hide what follows
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._append(head)
@@ -106,8 +107,13 @@ class Recorder:
 
 def compact(path: Path) -> None:
     """Rewrites a finished recording as one gzip member: a tenth of the bytes, and equal content is equal bytes."""
+    _rewrite(path, _lines(path))
+
+
+def _rewrite(path: Path, lines: Iterable[dict]) -> None:
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), 9, mtime=0))
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    part.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     part.replace(path)
 
 
