@@ -92,6 +92,7 @@ class CellRun:
     recipes: frozenset[str] = frozenset()  # that a front has to have tried
     study: CellStudy = field(init=False)
     gpu: int = -1
+    begun: float = 0.0  # time.monotonic() when its search started
 
     def count(self, outcome: str, reason: str) -> None:
         """One more trial; reasons are counted up to their first colon, where the numbers begin."""
@@ -111,6 +112,13 @@ class CellRun:
     def started(self) -> bool:
         """Whether the cell has a study."""
         return self.state != "waiting"
+
+    def seconds_left(self, trials: int, patience: int, now: float) -> float | None:
+        """At most so long until the search of the cell ends, at its own pace so far; None where there is none yet."""
+        if self.state != "searching" or (told := len(self.study.times)) <= self.resumed:
+            return None
+        left = trials - told if self.study.best is None else min(trials - told, patience - self.study.since_gain)
+        return max(left, 0) * (now - self.begun) / (told - self.resumed)
 
     @property
     def best_ms(self) -> float | None:

@@ -133,7 +133,7 @@ class Coordinator:
         space = self._warm.without_offenders(self._tools.space(run.key))
         run.study = CellStudy(space, seeds, self._setup.seed, self._setup.sampler, evidence)
         run.recipes = frozenset(config.recipe for config in seeds if self._setup.fronted(run.key, config))
-        run.state = "searching"
+        run.state, run.begun = "searching", time.monotonic()
         if self._store is not None and not self._setup.fresh:
             self._restore(run)
         if self._pool is not None:

@@ -137,7 +137,7 @@ def _search(run: Run) -> int:
 
 def _searched(run: Run, cells) -> list[CellRun]:
     progress_type = LiveProgress if run.console.is_terminal else PlainProgress
-    progress = progress_type(run.console, lambda: coordinator.runs, run.setup.effort.trials)
+    progress = progress_type(run.console, lambda: coordinator.runs, run.setup.effort.trials, run.setup.patience)
     coordinator = Coordinator(cells, run.setup, run.tools, run.store, progress, run.stop.requested, run.pool)
     with progress:
         found = coordinator.run()
