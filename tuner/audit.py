@@ -23,7 +23,7 @@ from .timing import decide
 from .warm import octaves
 from .worker import Job, WorkerPool
 
-RIVAL_CELLS, RIVALS = 4, 3  # nearest cells, and the configs of each that a shape is compared with
+RIVAL_CELLS, RIVALS = 3, 2  # nearest cells, and the configs of each that a shape is compared with
 MAX_TOKENS = 1 << 17  # of a batch: inputs stay within a GPU's memory
 AUDIT_LIMIT_S = 300.0
 

@@ -82,6 +82,8 @@ class Coordinator:
             run = None if self._expired() or len(self._handlers) >= self._setup.lookahead else self._next_run()
             if run is not None:
                 self._ask(run)
+                if any(future.done() for future in self._handlers):
+                    return  # a result is stored before the next config is thought of, so that a kill loses no more
             elif not any([self._close_if_finished(run) for run in self._searching]):
                 return
 

@@ -104,8 +104,11 @@ class Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._closed = False
 
-    def run(self, job: Job, limit_s: float) -> list[Result]:
-        """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died."""
+    def run(self, job: Job, limit_s: float, again: bool = False) -> list[Result]:
+        """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died.
+
+        Who is killed by SIGKILL did not crash: a person or the system wanted memory back. The job is run once more.
+        """
         self._ensure_started()
         try:
             self._conn.send(job)
@@ -114,8 +117,18 @@ class Worker:
                 return self._all(job, "timed_out", f"no answer within {limit_s:g} s")
             return self._received()
         except (_Died, EOFError, OSError) as error:
+            told = str(error) if isinstance(error, _Died) else ""
+            killed = not told and self._exit_code() == -signal.SIGKILL
             self.kill()
-            return self._all(job, "crashed", str(error) if isinstance(error, _Died) else self._epitaph())
+            if killed and not again and not self._closed:
+                return self.run(job, limit_s, again=True)
+            return self._all(job, "crashed", told or self._epitaph())
+
+    def _exit_code(self) -> int | None:
+        """Of a process whose pipe has closed."""
+        assert self._process is not None
+        self._process.join(5)
+        return self._process.exitcode
 
     def _all(self, job: Job, outcome: str, reason: str) -> list[Result]:
         if self._closed:
