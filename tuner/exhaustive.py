@@ -49,11 +49,13 @@ class Recording:
         chosen = len(self._wanted[key])
         share = "all" if chosen == of else f"{chosen}, stratified by tile, warps and recipe, of"
         repeats = self._setup.effort.repeats
+        recipes = sorted({config.recipe for config in self._wanted[key]} - {"none"})
+        among = f" (recipes {', '.join(recipes)})" if recipes else ""
         return {
             "gpu": gpu, "driver": toolchain.driver_version, "torch": toolchain.torch_version,
             "triton": toolchain.triton_version, "date": datetime.now(UTC).date().isoformat(),
-            "method": f"{share} {of} legal configs; graph replays over rotated inputs, {repeats.heat_ms:g} ms heat-up, "
-            f"{repeats.min_rounds} to {repeats.max_rounds} repeats",
+            "method": f"{share} {of} legal configs{among}; graph replays over rotated inputs, "
+            f"{repeats.heat_ms:g} ms heat-up, {repeats.min_rounds} to {repeats.max_rounds} repeats",
             "kernel_hash": toolchain.kernel_hash, "key": key._asdict(),
         }  # fmt: skip
 
