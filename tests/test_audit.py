@@ -158,3 +158,23 @@ def test_a_stored_winner_is_replaced_for_a_percent_only(store):
     setup = replace(MEASURE, effort=replace(EFFORT, trials=6))
     (run,), _ = tune(store, CELLS[:1], setup, slightly, seeds=(DEFAULT, NEAR, BEST))
     assert BEST in run.study.times and run.incumbent == run.winner[0] == NEAR
+
+
+def test_the_display_tells_regret_and_time_left_of_each_cell(store, monkeypatch):
+    from io import StringIO
+
+    from rich.console import Console
+
+    from zyfa.tuner import progress
+
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    out = StringIO()
+    shown = progress.PlainProgress(Console(file=out), lambda: coordinator.runs, 30, 30)
+    coordinator = Coordinator(
+        CELLS[:1], MEASURE, make_tools(FakeFarm()), store, shown, pool=FakePool(seconds=0.01)
+    )  # fmt: skip
+    coordinator.run()
+    standing = [line for line in out.getvalue().splitlines() if "regret about" in line]
+    assert any(", at most " in line and "trials, best " in line for line in standing)
+    regrets = [float(line.split("regret about ")[1].split(" %")[0]) for line in standing]
+    assert regrets[-1] < max(regrets) and regrets[-1] < 5
