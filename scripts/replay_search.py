@@ -5,13 +5,15 @@
     .venv/bin/python scripts/replay_search.py --strategies cold,warm --seeds 5 --no-write
 
 A trial told to a search is the median of as many of the recorded repeats, drawn with replacement: the noise of the GPU.
-What it found is judged by the recorded median. "cold": the seeds of the architecture and nothing else; "warm": also all
-trials of the cells of the same dtype that a run tuned before, at other lengths and masks (cold themselves). Optuna's
-samplers get our treatment of repeats and of illegal points, but no seeds. Kernel Tuner and SMAC run in interpreters
-that have them, over the same legal configs (rivals.py). Writes benchmarks/<sku>/search.json and search.md.
+What it found is judged by the recorded median. "unseeded": nothing is known. "cold": with the seeds of the
+architecture, of which the tiles for sm90 come from sweeps on this kind of GPU. "warm": with the trials of the other
+cells of the dtype, at other lengths and masks, which were searched cold. Optuna's samplers get our treatment of repeats
+and of illegal points, but no seeds. Kernel Tuner and SMAC run in interpreters that have them, over the same legal
+configs (rivals.py). Writes benchmarks/<sku>/search.json and search.md; rows there of other strategies are kept.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -32,17 +34,17 @@ import optuna
 
 from zyfa.config import AttentionConfig
 from zyfa.tuner import space
-from zyfa.tuner.landscape import Entry, Landscape, read_all
+from zyfa.tuner.landscape import SUFFIX, Entry, Landscape, read_all
 from zyfa.tuner.study import CellStudy
 from zyfa.tuner.surrogate import Observation
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.95, 0.98, 0.99)  # of the fastest recorded config's speed
 BUDGETS = (10, 15, 20, 40, 80)  # trials at which regret is stated
-TRIALS = 120  # of every search but those that `FEWER` names
-FEWER = {"optuna gp": (80, 3)}  # trials and seeds at most: 0.2 to 1 s an ask
+TRIALS = 100  # of every search but those that `FEWER` names
+FEWER = {"optuna gp": (40, 3)}  # trials and seeds at most: 0.2 to 1 s an ask
 NEIGHBOURS = 4  # cells whose trials a warm start gets
-OURS = ("cold", "warm")
+OURS = ("unseeded", "cold", "warm")
 OPTUNA = {"random": "random", "optuna tpe": "tpe", "optuna gp": "gp", "optuna nsga2": "nsga2"}
 
 Trace = dict[AttentionConfig, float | None]  # config: ms as the search was told, in order
@@ -79,6 +81,8 @@ class Replay:
             return self._cold[landscape.name, seed]
         if strategy == "warm":
             return self._warm(landscape, seed)
+        if strategy == "unseeded":
+            return self._ours(landscape, seed, [], [])
         study = CellStudy(landscape.space(), (), seed, OPTUNA[strategy])
         return search(landscape, study, FEWER.get(strategy, (self._trials, 0))[0], seed)
 
@@ -223,14 +227,19 @@ def main() -> int:
         if python:
             found = rivals(python, which, replay, given.seeds)
             rows |= {name: summarise(runs) for name, runs in found.items()}
+    where = given.folder.parent / "search.json"
+    sums = {each.name: hashlib.sha256((given.folder / f"{each.name}{SUFFIX}").read_bytes()).hexdigest()[:16]
+            for each in landscapes}  # fmt: skip
+    if where.exists() and (before := json.loads(where.read_text()))["landscapes"] == sums:
+        rows = before["rows"] | rows
     head = {
         "gpu": landscapes[0].head["gpu"], "date": datetime.now(UTC).date().isoformat(), "seeds": given.seeds,
         "cells": len(landscapes), "configs": sum(len(each.entries) for each in landscapes),
-        "python": platform.python_version(), "optuna": optuna.__version__, "method": __doc__,
+        "python": platform.python_version(), "optuna": optuna.__version__, "landscapes": sums, "method": __doc__,
     }  # fmt: skip
     text = markdown(head, rows)
     if not given.no_write:
-        (given.folder.parent / "search.json").write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        where.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
         (given.folder.parent / "search.md").write_text(text)
     print(text)
     return 0

@@ -193,6 +193,16 @@ def test_offenders_are_recorded_once_and_never_win(store, outcome):
     assert BEST not in {config for _, config, _ in display.trials}
 
 
+@pytest.mark.parametrize("outcome", ["wrong", "timed_out", "crashed"])
+def test_an_offender_of_one_cell_is_not_tried_in_another_of_its_family(store, outcome):
+    pool = FakePool({BEST: Result(outcome, reason="it did")}, gpus=(0,))
+    cells = grid([512 << n for n in range(3)], ("bf16",), (128,), ((32, 8),), (1,), (True,))
+    run(replace(MEASURE, lookahead=1), store, pool=pool, cells=cells, seeds=(DEFAULT, BEST))
+    assert [t.outcome for t in store.trials() if t.config == BEST] == [outcome]
+    run(MEASURE, store, pool=FakePool(), cells=cells + CELLS[1:2], seeds=(DEFAULT, BEST))
+    assert [t.outcome for t in store.trials() if t.config == BEST] == [outcome]
+
+
 def test_the_default_is_timed_even_if_its_code_is_poor(store):
     def gate(facts, key, config):
         return "spills: 1" if config == DEFAULT else None

@@ -8,10 +8,10 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from zyfa.config import AttentionConfig
+from zyfa.config import AttentionConfig, Cell
 from zyfa.tuning_db.store import Store, Trial
 
 from .cells import CellRun, Display, Setup, Tools, failed_build, result_of
@@ -34,15 +34,19 @@ PAIRED, UNPAIRED = "A", "B"  # confidence of a measured winner: decided side by 
 
 
 class Coordinator:
-    """One tuning run; stopped() is asked between events and ends it early with results kept."""
+    """One tuning run; stopped() is asked between events and ends it early with results kept.
+
+    hints: configs of a cell that are tried right after its default.
+    """
 
     def __init__(
         self, cells: Iterable[PlannedCell], setup: Setup, tools: Tools, store: Store | None, display: Display,
         stopped: Callable[[], bool] = lambda: False, pool: WorkerPool | None = None,
+        hints: Mapping[Cell, Sequence[AttentionConfig]] | None = None,
     ):  # fmt: skip
         self.runs = [CellRun(planned, tools.seeds(planned.key)[0]) for planned in cells]
         self._setup, self._tools, self._store, self._pool = setup, tools, store, pool
-        self._display, self._stopped = display, stopped
+        self._display, self._stopped, self._hints = display, stopped, hints or {}
         self._handlers: dict[Future, list[Callable[[Future], None]]] = {}
         self._facts: dict[tuple, Facts] = {}  # of what passed its gates, by family and config
         past = store.trials(trust=setup.trust) if store is not None and not setup.fresh else []
@@ -130,6 +134,8 @@ class Coordinator:
     # --- one cell ----------------------------------------------------------------------------------------------
 
     def _start(self, run: CellRun) -> None:
+        stored = self._store.winner(run.planned.cell) if self._store is not None and not self._setup.fresh else None
+        run.incumbent = stored.trial.config if stored else None
         evidence = functools.partial(self._warm.evidence, run, self.runs)
         seeds = self._seeds(run, len(evidence()))
         space = self._warm.without_offenders(self._tools.space(run.key))
@@ -148,8 +154,9 @@ class Coordinator:
         that a front needs.
         """
         known, own = self._warm.seeds(run, self.runs), self._tools.seeds(run.key)
+        known[1:1] = self._hints.get(run.planned.cell, ())
         if self._setup.recheck:
-            return [run.default, *self._warm.own_best(run.key)]
+            return list(dict.fromkeys([*known[:1], *filter(None, [run.incumbent]), *self._warm.own_best(run.key)]))
         if evidence >= ENOUGH:
             return [*known, *(config for config in own if self._setup.fronted(run.key, config))]
         return [*known, *self._model_top(run), *own]
@@ -163,8 +170,6 @@ class Coordinator:
             self._replay(run, trial)
         run.resumed = len(run.study.times)
         winner = self._store.winner(*at)
-        stored = winner or self._store.winner(run.planned.cell)
-        run.incumbent = stored.trial.config if stored else None
         if winner and not self._setup.admits(run.key, winner.trial.config):
             winner = None
         if winner and (self._setup.method, winner.confidence) != ("measure", UNPAIRED) and self._ended(run):

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from zyfa.config import AttentionConfig, Cell
 from zyfa.device import Device
 from zyfa.tuning_db.cli_tools import plain
 from zyfa.tuning_db.store import Store
 
-from .audit import Audit, Finding, irregular, lookup_choice, summary
+from .audit import Audit, irregular, lookup_choice, summary
 from .cells import CellRun, Setup, Tools
 from .cli import Options
 from .exhaustive import Recording
 from .plan import PlannedCell
+from .progress import cell_name
 from .split import half_of, probes, promise_broken
 from .stop import Stop
 from .worker import WorkerPool
@@ -87,19 +89,19 @@ def _audit(run: Run, choose) -> Audit:
     return Audit(choose, trials, run.setup, run.tools, run.pool)
 
 
-def split_cells(run: Run, cells: Sequence[CellRun]) -> list[PlannedCell]:
-    """The lower halves of the cells whose winners lose too much there; they are still to be tuned."""
-    halves = []
+def split_cells(run: Run, cells: Sequence[CellRun]) -> tuple[list[PlannedCell], dict[Cell, list[AttentionConfig]]]:
+    """The lower halves of the cells whose winners lose too much there, still to be tuned, and what was better there."""
+    halves, better = [], {}
     for cell in cells:
         if run.stop.requested() or cell.winner is None or cell.known:
             continue
-        winner = cell.winner[0]
-        shapes = probes(cell.planned, run.options.seed)
-        found: list[Finding] = _audit(run, lambda key, winner=winner: (winner, "cell")).run(
-            shapes, run.stop.requested, lambda line: None
-        )
+        shapes, winner = probes(cell.planned, run.options.seed), cell.winner[0]
+        audit = _audit(run, lambda key, winner=winner: (winner, "cell"))
+        found = audit.run(shapes, run.stop.requested, lambda line: None)
         if promise_broken(found):
-            halves.append(half_of(cell.planned))
+            half = half_of(cell.planned)
+            halves.append(half)
+            better[half.cell] = list(dict.fromkeys(each.best for each in found))
             worst = max(each.regret for each in found)
-            run.say(f"zyfa-tune: {worst:.1f} % lost in the lower half of {halves[-1].key.seqlen_q}: tuned on its own")
-    return halves
+            run.say(f"zyfa-tune: {cell_name(cell.key)}: {worst:.1f} % lost in the lower half, which is tuned alone now")
+    return halves, better

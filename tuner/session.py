@@ -130,15 +130,15 @@ def _search(run: Run) -> int:
     """Tunes the cells, then the halves of those that do not keep their promise."""
     cells = _searched(run, run.options.cells)
     if run.options.split and run.setup.method == "measure" and not run.setup.recheck:
-        halves = split_cells(run, cells)
-        cells += _searched(run, halves) if halves else []
+        halves, better = split_cells(run, cells)
+        cells += _searched(run, halves, better) if halves else []
     return _finish(run, cells)
 
 
-def _searched(run: Run, cells) -> list[CellRun]:
+def _searched(run: Run, cells, hints=None) -> list[CellRun]:
     progress_type = LiveProgress if run.console.is_terminal else PlainProgress
     progress = progress_type(run.console, lambda: coordinator.runs, run.setup.effort.trials, run.setup.patience)
-    coordinator = Coordinator(cells, run.setup, run.tools, run.store, progress, run.stop.requested, run.pool)
+    coordinator = Coordinator(cells, run.setup, run.tools, run.store, progress, run.stop.requested, run.pool, hints)
     with progress:
         found = coordinator.run()
     _say(run.console, progress.summary())

@@ -48,7 +48,7 @@ class CellStudy:
         evidence: Callable[[], Iterable[Observation]] = tuple,
     ):  # fmt: skip
         self._space = space
-        self._seeds = [config for config in seeds if space.broken_rule(config) is None]
+        self._seeds = list(seeds)
         self._random = random.Random(seed)
         self._running: dict[AttentionConfig, optuna.Trial | None] = {}
         self.times: dict[AttentionConfig, float | None] = {}
@@ -67,16 +67,15 @@ class CellStudy:
 
     @property
     def seeds_left(self) -> list[AttentionConfig]:
-        """Seeds that were not asked for yet."""
-        return [config for config in self._seeds if config not in self.times and config not in self._running]
+        """Seeds that were not asked for yet; one may have become illegal since, as what failed in another cell."""
+        known = {*self.times, *self._running}
+        return [config for config in self._seeds if config not in known and self._space.broken_rule(config) is None]
 
     def ask(self) -> AttentionConfig | None:
         """A legal config that was never asked for; None when there is none left."""
-        while self._seeds:
-            config = self._seeds.pop(0)
-            if config not in self._running and config not in self.times:
-                self._running[config] = self._enqueued(config) if self._in_space(config) else None
-                return config
+        if seeds := self.seeds_left:
+            self._running[seeds[0]] = self._enqueued(seeds[0]) if self._in_space(seeds[0]) else None
+            return seeds[0]
         for _ in range(MAX_ASKS):
             trial = self._study.ask()
             config = self._space.suggest(trial)
