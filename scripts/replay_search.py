@@ -40,8 +40,8 @@ from zyfa.tuner.surrogate import Observation
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.95, 0.98, 0.99)  # of the fastest recorded config's speed
-BUDGETS = (10, 15, 20, 40, 80)  # trials at which regret is stated
-TRIALS = 100  # of every search but those that `FEWER` names
+BUDGETS = (10, 15, 20, 40)  # trials at which regret is stated
+TRIALS = 60  # of every search but those that `FEWER` names
 FEWER = {"optuna gp": (40, 3)}  # trials and seeds at most: 0.2 to 1 s an ask
 NEIGHBOURS = 4  # cells whose trials a warm start gets
 OURS = ("unseeded", "cold", "warm")
@@ -143,7 +143,7 @@ def _finite(number: float) -> int | None:
     return int(number) if np.isfinite(number) else None
 
 
-def rivals(python: str, which: str, replay: Replay, seeds: int) -> dict[str, dict[str, list[list[float]]]]:
+def rivals(python: str, which: str, replay: Replay, seeds: int, trials: int) -> dict[str, dict[str, list[list[float]]]]:
     """Shares by strategy and cell of the tuners that rivals.py runs in another interpreter; {} where it fails."""
     tables = []
     for landscape in replay.landscapes:
@@ -152,7 +152,7 @@ def rivals(python: str, which: str, replay: Replay, seeds: int) -> dict[str, dic
         tables.append({"name": landscape.name, "fields": fields, "ms": ms})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tables.json"
-        path.write_text(json.dumps({"which": which, "tables": tables, "seeds": seeds, "trials": TRIALS}))
+        path.write_text(json.dumps({"which": which, "tables": tables, "seeds": seeds, "trials": trials}))
         done = subprocess.run([python, str(ROOT / "scripts" / "rivals.py"), str(path)], stdout=subprocess.PIPE)
     if done.returncode:
         print(f"{which}: {python} ended with {done.returncode}; left out", file=sys.stderr)
@@ -181,7 +181,10 @@ def measure(replay: Replay, strategies: Sequence[str], seeds: int, say: Callable
             traces = [replay.trace(strategy, landscape, seed) for seed in range(number)]
             runs[landscape.name] = [shares(landscape, t, list(t.values())) for t in traces]
         asks = sum(len(run) for cell in runs.values() for run in cell)
-        rows[strategy] = summarise(runs) | {"ms_per_ask": round(1e3 * (time.monotonic() - begun) / max(asks, 1), 2)}
+        rows[strategy] = summarise(runs) | {
+            "seeds": number,
+            "ms_per_ask": round(1e3 * (time.monotonic() - begun) / max(asks, 1), 2),
+        }
         say(f"{strategy}: {rows[strategy]}")
     return rows
 
@@ -189,16 +192,16 @@ def measure(replay: Replay, strategies: Sequence[str], seeds: int, say: Callable
 def markdown(head: dict, rows: dict[str, dict]) -> str:
     """The table that the documentation shows."""
     budgets = [b for b in BUDGETS if any(f"regret_pct_at_{b}" in row for row in rows.values())]
-    heads = ["search", *(f"to {share:.0%}" for share in SHARES), *(f"regret at {b}" for b in budgets)]
+    heads = ["search", "seeds", *(f"to {share:.0%}" for share in SHARES), *(f"regret at {b}" for b in budgets)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, row in rows.items():
         trials = [_pair(row[f"to_{share:.0%}"], row[f"to_{share:.0%}_p90"], row["trials"]) for share in SHARES]
         regrets = [f"{row[f'regret_pct_at_{b}']:.1f} %" if f"regret_pct_at_{b}" in row else "" for b in budgets]
-        lines.append(f"| {name} | {' | '.join(trials + regrets)} |")
+        lines.append(f"| {name} | {row['runs'] // head['cells']} | {' | '.join(trials + regrets)} |")
     return (
         f"{head['gpu']}, {head['date']}: {head['cells']} cells, {head['configs']} recorded configs. Timed trials until "
-        f"the best found is that share of the fastest recorded, median (90th percentile) over cells and "
-        f"{head['seeds']} seeds; median regret after so many trials.\n\n" + "\n".join(lines) + "\n"
+        "the best found is that share of the fastest recorded, median (90th percentile) over cells and seeds; median "
+        "regret after so many trials.\n\n" + "\n".join(lines) + "\n"
     )
 
 
@@ -225,7 +228,7 @@ def main() -> int:
     rows = measure(replay, [s for s in given.strategies.split(",") if s], given.seeds, print)
     for which, python in (("kernel_tuner", given.kernel_tuner), ("smac", given.smac)):
         if python:
-            found = rivals(python, which, replay, given.seeds)
+            found = rivals(python, which, replay, given.seeds, given.trials)
             rows |= {name: summarise(runs) for name, runs in found.items()}
     where = given.folder.parent / "search.json"
     sums = {each.name: hashlib.sha256((given.folder / f"{each.name}{SUFFIX}").read_bytes()).hexdigest()[:16]
@@ -233,7 +236,7 @@ def main() -> int:
     if where.exists() and (before := json.loads(where.read_text()))["landscapes"] == sums:
         rows = before["rows"] | rows
     head = {
-        "gpu": landscapes[0].head["gpu"], "date": datetime.now(UTC).date().isoformat(), "seeds": given.seeds,
+        "gpu": landscapes[0].head["gpu"], "date": datetime.now(UTC).date().isoformat(),
         "cells": len(landscapes), "configs": sum(len(each.entries) for each in landscapes),
         "python": platform.python_version(), "optuna": optuna.__version__, "landscapes": sums, "method": __doc__,
     }  # fmt: skip

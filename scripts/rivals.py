@@ -13,8 +13,7 @@ import tempfile
 from pathlib import Path
 
 KERNEL_TUNER = (
-    "random_sample", "bayes_opt", "genetic_algorithm", "greedy_ils", "simulated_annealing", "diff_evo", "pso",
-    "firefly_algorithm", "basinhopping",
+    "bayes_opt", "genetic_algorithm", "greedy_ils", "simulated_annealing", "diff_evo", "pso", "firefly_algorithm",
 )  # fmt: skip
 SMAC_TRIALS, SMAC_SEEDS, SMAC_ASKS = 60, 3, 400  # 0.1 to 0.5 s an ask
 BAD_MS = 1e9

@@ -220,6 +220,38 @@ def test_a_finalist_that_dies_in_the_comparison_does_not_win(store):
     assert [t.outcome for t in store.trials() if t.config == BEST] == ["ok", "crashed"]
 
 
+def test_one_finalist_that_kills_the_process_costs_itself_only(store):
+    class Deadly(FakePool):
+        """BEST crashes from its second timing on, and takes what is timed with it."""
+
+        def __init__(self):
+            super().__init__()
+            self._timed = 0
+
+        def _run(self, job):
+            self._timed += BEST in job.configs
+            if BEST in job.configs and self._timed > 1:
+                return [Result("crashed", reason="the process ended by SIGSEGV")] * len(job.configs)
+            return super()._run(job)
+
+    (r,), _, _ = run(MEASURE, store, pool=Deadly(), cells=CELLS[:1], seeds=(DEFAULT, BEST))
+    assert r.state == "done" and r.winner[0] != BEST and r.confidence == "A"
+    assert {t.config for t in store.trials() if t.reason.startswith("the process")} == {BEST}
+    assert [t.outcome for t in store.trials() if t.config == BEST] == ["ok", "crashed"]
+
+
+def test_finalists_that_fail_together_and_not_alone_are_ranked_by_their_single_times(store):
+    class Crowded(FakePool):
+        def _run(self, job):
+            if len(job.configs) > 1:
+                return [Result("timed_out", reason="no answer")] * len(job.configs)
+            return super()._run(job)
+
+    (r,), _, _ = run(MEASURE, store, pool=Crowded(), cells=CELLS[:1], seeds=(DEFAULT, BEST))
+    assert r.state == "done" and r.winner[0] == BEST and r.confidence == "B"
+    assert not [t for t in store.trials() if t.outcome == "timed_out"]
+
+
 def test_later_cells_start_from_the_winners_of_finished_ones(store):
     cells = grid([512 << n for n in range(7)] + [128, 256, 64], ("bf16",), (128,), ((32, 8),), (1,), (True,))
     runs, display, _ = run(MEASURE, store, cells=cells, pool=FakePool(gpus=(0,)))

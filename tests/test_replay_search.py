@@ -44,7 +44,7 @@ def test_the_search_needs_no_more_trials_than_recorded(found, recorded, strategy
 def test_what_was_recorded_meets_the_bar(recorded):
     rows = recorded["rows"]
     assert rows["cold"]["to_98%"] <= 40 and rows["warm"]["to_98%"] <= 15
-    assert recorded["seeds"] == 20 and rows["cold"]["runs"] == 20 * recorded["cells"] >= 160
+    assert rows["cold"]["runs"] == rows["warm"]["runs"] == 20 * recorded["cells"] >= 160
 
 
 def test_the_landscapes_hold_what_they_say():

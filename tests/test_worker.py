@@ -89,6 +89,14 @@ def test_a_worker_that_someone_else_kills_is_no_crash_of_its_config(monkeypatch,
     pool.close()
 
 
+def test_a_signal_to_the_whole_group_is_no_crash(pool):
+    assert run(pool, GOOD).outcome == "ok"
+    process = pool._workers[0]._process
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid, signum)
+    assert run(pool, GOOD).ms == float(process.pid)
+
+
 def test_every_config_of_a_lost_job_gets_the_outcome(pool):
     results = pool.submit(3, job(DIES, GOOD), 60).result(60)
     assert [r.outcome for r in results] == ["crashed", "crashed"]

@@ -20,7 +20,7 @@ from .facts import Facts
 from .plan import PlannedCell
 from .study import CellStudy
 from .timing import MIN_GAIN, STORED_GAIN, decide
-from .warm import ENOUGH, WarmStart
+from .warm import ENOUGH, WarmStart, model_top
 from .worker import Job, Result, WorkerPool
 
 TICK_S = 0.2  # how long a signal or the display waits at most
@@ -28,7 +28,7 @@ TRIAL_LIMIT_S = 60.0  # covers a compile that the disk cache missed
 FINAL_LIMIT_S = 300.0
 MEASURED_AT_ONCE = 8  # cells: enough to have builds ready for every GPU, few enough to learn from finished ones
 CELL_IN_FLIGHT = 8  # trials of one cell: a search learns from results, and builds must be ready
-MODEL_TOP = 3  # seeds from the model's ranking of what is compiled already
+LOST = ("timed_out", "crashed")  # of a process, with every config that it was given
 TIE = "ties with the winner"  # the reason of a final trial that is as good
 PAIRED, UNPAIRED = "A", "B"  # confidence of a measured winner: decided side by side, or by separate timings
 
@@ -159,7 +159,8 @@ class Coordinator:
             return list(dict.fromkeys([*known[:1], *filter(None, [run.incumbent]), *self._warm.own_best(run.key)]))
         if evidence >= ENOUGH:
             return [*known, *(config for config in own if self._setup.fronted(run.key, config))]
-        return [*known, *self._model_top(run), *own]
+        predict = self._tools.predict if self._setup.method == "measure" else None
+        return [*known, *model_top(run, self._facts, predict), *own]
 
     def _restore(self, run: CellRun) -> None:
         """Rebuilds the study from the log; the cell is done if its search had ended and its winner was decided."""
@@ -192,17 +193,6 @@ class Coordinator:
         run.results.pop(trial.config, None)  # the last word on a config is the last trial
         if trial.outcome == "ok":
             run.results[trial.config] = trial.id, result_of(trial)
-
-    def _model_top(self, run: CellRun) -> list[AttentionConfig]:
-        """What the model holds best for this cell among the builds of its family; they cost no compile."""
-        if self._setup.method != "measure" or self._tools.predict is None:
-            return []
-        predicted = {
-            config: self._tools.predict(facts, run.key, config).ms
-            for (family, config), facts in self._facts.items()
-            if family == run.family
-        }
-        return sorted(predicted, key=predicted.__getitem__)[:MODEL_TOP]
 
     def _ask(self, run: CellRun) -> None:
         config = run.study.ask()
@@ -316,6 +306,8 @@ class Coordinator:
         self._on(future, lambda done: self._compared(run, configs, done.result()))
 
     def _compared(self, run: CellRun, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> None:
+        if len(configs) > 1 and all(result.outcome in LOST for result in results):
+            return self._single_out(run, list(configs), [])
         valid = [
             i for i, result in enumerate(results) if result.outcome == "ok" and self._setup.admits(run.key, configs[i])
         ]
@@ -334,6 +326,25 @@ class Coordinator:
             self._crown(run, configs[valid[verdict.winner]], PAIRED)
             return self._set_state(run, "done")
         return self._compare(run) if self._ranked(run) else self._set_state(run, "failed")
+
+    def _single_out(self, run: CellRun, left: list[AttentionConfig], found: list[tuple]) -> None:
+        """One finalist took the others with it: each is timed alone, so that only the offender is recorded as one."""
+        assert self._pool is not None
+        if left:
+            job = Job(run.key, (left[0],), self._setup.effort.repeats, self._setup.max_error)
+            future = self._pool.submit(run.gpu, job, TRIAL_LIMIT_S)
+            return self._on(future, lambda done: self._single_out(run, left[1:], [*found, (left[0], done.result()[0])]))
+        offenders = [(config, result) for config, result in found if result.outcome != "ok"]
+        for config, result in offenders:
+            run.results.pop(config, None)
+            self._warm.note(run.key, config, result.outcome)
+            self._log(run, config, result, {})
+        if not self._ranked(run):
+            return self._set_state(run, "failed")
+        if offenders:
+            return self._compare(run)
+        self._crown(run, self._ranked(run)[0], UNPAIRED)  # together they fail, alone none does: decided by single times
+        return self._set_state(run, "done")
 
     def _crown(self, run: CellRun, config: AttentionConfig, confidence: str) -> None:
         """Makes a config the winner of its cell."""

@@ -131,7 +131,7 @@ def _search(run: Run) -> int:
     cells = _searched(run, run.options.cells)
     if run.options.split and run.setup.method == "measure" and not run.setup.recheck:
         halves, better = split_cells(run, cells)
-        cells += _searched(run, halves, better) if halves else []
+        cells += _searched(run, halves, better) if halves and not run.stop.requested() else []
     return _finish(run, cells)
 
 

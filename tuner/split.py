@@ -33,9 +33,8 @@ def probes(planned: PlannedCell, seed: int) -> list[AttentionKey]:
 
 def promise_broken(found: Sequence[Finding]) -> bool:
     """Whether a cell's winner loses more than MAX_REGRET on its probes, or fails on one."""
-    if not found:
-        return False
-    return any(each.outcome != "ok" for each in found) or statistics.median(f.regret for f in found) > MAX_REGRET
+    failed = any(each.outcome != "ok" for each in found)
+    return failed or (bool(found) and statistics.median(each.regret for each in found) > MAX_REGRET)
 
 
 def half_of(planned: PlannedCell) -> PlannedCell:

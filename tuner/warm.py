@@ -7,7 +7,7 @@ optimum, while measuring its 20 best again recovers 88 to 99.7 % of it.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zyfa.config import AttentionConfig, AttentionKey, Cell
 from zyfa.tuning_db.reader import Row
@@ -15,12 +15,14 @@ from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Trial
 
 from .cells import CellRun, family_of, size_of
+from .facts import Facts
 from .study import Space
 from .surrogate import Observation
 
 OFFENCES = ("wrong", "timed_out", "crashed")
 OWN_TOP = 4  # of the same cell under other toolchains
 NEIGHBOURS = 2  # cells whose winners are seeds
+MODEL_TOP = 3  # of the model's ranking of what is compiled already
 LENT = 2  # rows of related GPUs
 NEAR_CELLS = 6  # whose trials are evidence
 ENOUGH = 24  # trials of near cells with which the architecture's own seeds are not needed
@@ -98,6 +100,17 @@ class WarmStart:
         near = sorted(told, key=lambda key: octaves(key, run.key))[:NEAR_CELLS]
         found = [Observation(key, config, ms) for key in reversed(near) for config, ms in told[key].items()]
         return found + [Observation(t.key, t.config, t.ms, foreign=True) for t in self._older[run.key]]
+
+
+def model_top(run: CellRun, facts: Mapping[tuple, Facts], predict: Callable | None) -> list[AttentionConfig]:
+    """What the model holds best for a cell among the builds of its family so far; they cost no compile.
+
+    facts: of builds by (family, config). predict: None where there is no model to ask.
+    """
+    if predict is None:
+        return []
+    ms = {config: predict(f, run.key, config).ms for (family, config), f in facts.items() if family == run.family}
+    return sorted(ms, key=ms.__getitem__)[:MODEL_TOP]
 
 
 def octaves(key: AttentionKey, other: AttentionKey) -> float:

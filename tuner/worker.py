@@ -76,7 +76,8 @@ def gpu_evaluator(gpu: int, arch: str) -> Evaluate:
 
 def _serve(conn, make: Callable[..., Evaluate], args: tuple) -> None:
     """Runs in the worker: answers each job with ("done", results), ("died", why) or ("bug", traceback)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the coordinator decides
+    for signum in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and `timeout` reach the whole process group; the
+        signal.signal(signum, signal.SIG_IGN)  # coordinator decides, and a trial is not to be taken for a crash
     try:
         evaluate = make(*args)
         conn.send(("ready", None))
