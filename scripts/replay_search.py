@@ -41,7 +41,7 @@ from zyfa.tuner.surrogate import Observation
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.95, 0.98, 0.99)  # of the fastest recorded config's speed
 BUDGETS = (10, 15, 20, 40)  # trials at which regret is stated
-TRIALS = 60  # of every search but those that `FEWER` names
+TRIALS = 50  # of every search but those that `FEWER` names
 FEWER = {"optuna gp": (40, 3)}  # trials and seeds at most: 0.2 to 1 s an ask
 NEIGHBOURS = 4  # cells whose trials a warm start gets
 OURS = ("unseeded", "cold", "warm")
@@ -224,28 +224,36 @@ def main() -> int:
     if not landscapes:
         parser.error(f"{given.folder} holds no landscapes")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    replay = Replay(landscapes, given.arch, given.trials)
-    rows = measure(replay, [s for s in given.strategies.split(",") if s], given.seeds, print)
+    replay, text = Replay(landscapes, given.arch, given.trials), ""
+    for strategy in filter(None, given.strategies.split(",")):
+        text = keep(given.folder, landscapes, measure(replay, [strategy], given.seeds, print), not given.no_write)
     for which, python in (("kernel_tuner", given.kernel_tuner), ("smac", given.smac)):
         if python:
             found = rivals(python, which, replay, given.seeds, given.trials)
-            rows |= {name: summarise(runs) for name, runs in found.items()}
-    where = given.folder.parent / "search.json"
-    sums = {each.name: hashlib.sha256((given.folder / f"{each.name}{SUFFIX}").read_bytes()).hexdigest()[:16]
-            for each in landscapes}  # fmt: skip
-    if where.exists() and (before := json.loads(where.read_text()))["landscapes"] == sums:
-        rows = before["rows"] | rows
-    head = {
-        "gpu": landscapes[0].head["gpu"], "date": datetime.now(UTC).date().isoformat(),
-        "cells": len(landscapes), "configs": sum(len(each.entries) for each in landscapes),
-        "python": platform.python_version(), "optuna": optuna.__version__, "landscapes": sums, "method": __doc__,
-    }  # fmt: skip
-    text = markdown(head, rows)
-    if not given.no_write:
-        where.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
-        (given.folder.parent / "search.md").write_text(text)
+            rows = {name: summarise(runs) for name, runs in found.items()}
+            text = keep(given.folder, landscapes, rows, not given.no_write)
     print(text)
     return 0
+
+
+def keep(folder: Path, landscapes: Sequence[Landscape], rows: dict[str, dict], write: bool) -> str:
+    """Adds rows to the stored ones, if those are of the same landscapes; returns the table."""
+    where, names = folder.parent / "search.json", [each.name for each in landscapes]
+    sums = {name: hashlib.sha256((folder / f"{name}{SUFFIX}").read_bytes()).hexdigest()[:16] for name in names}
+    if where.exists() and (before := json.loads(where.read_text()))["landscapes"] == sums:
+        rows = before["rows"] | rows
+    order = (*OURS, *OPTUNA, *rows)
+    rows = {name: rows[name] for name in sorted(rows, key=order.index)}
+    head = {
+        "gpu": landscapes[0].head["gpu"], "date": datetime.now(UTC).date().isoformat(), "cells": len(landscapes),
+        "configs": sum(len(each.entries) for each in landscapes), "python": platform.python_version(),
+        "optuna": optuna.__version__, "landscapes": sums, "method": __doc__,
+    }  # fmt: skip
+    text = markdown(head, rows)
+    if write:
+        where.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        (folder.parent / "search.md").write_text(text)
+    return text
 
 
 if __name__ == "__main__":

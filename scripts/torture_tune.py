@@ -160,7 +160,7 @@ def torture(folder: Path, cells: list[Landscape], moments: int) -> dict:
         path, log = folder / f"run{counts['runs']}.sqlite", _fresh(folder / f"run{counts['runs']}")
         child = fork(path, log, cells)
         while not _ended(child, random.uniform(0.02, 0.5)):
-            if random.random() < 0.4 and (victim := _worker(log)):
+            if random.random() < 0.2 and (victim := _worker(log)):
                 _kill(victim)
                 counts["worker_kills"] += 1
                 continue

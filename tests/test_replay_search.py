@@ -30,7 +30,7 @@ def recorded():
 
 @pytest.fixture(scope="module")
 def found(script):
-    replay = script.Replay(read_all(FOLDER), "sm90", trials=60)
+    replay = script.Replay(read_all(FOLDER), "sm90", trials=30)
     return script.measure(replay, ("cold", "warm"), SEEDS, lambda line: None)
 
 

@@ -17,6 +17,7 @@ from zyfa.tuning_db.store import Store, Trial
 from .cells import CellRun, Display, Setup, Tools, failed_build, result_of
 from .compile import Build
 from .facts import Facts
+from .gpu_queue import GpuQueues
 from .plan import PlannedCell
 from .study import CellStudy
 from .timing import MIN_GAIN, STORED_GAIN, decide
@@ -48,6 +49,7 @@ class Coordinator:
         self._setup, self._tools, self._store, self._pool = setup, tools, store, pool
         self._display, self._stopped, self._hints = display, stopped, hints or {}
         self._handlers: dict[Future, list[Callable[[Future], None]]] = {}
+        self._gpus = GpuQueues(pool, self._on) if pool is not None else None
         self._facts: dict[tuple, Facts] = {}  # of what passed its gates, by family and config
         past = store.trials(trust=setup.trust) if store is not None and not setup.fresh else []
         self._warm = WarmStart(past, setup.toolchain, tools.lent() if setup.method == "measure" else ())
@@ -83,7 +85,8 @@ class Coordinator:
         """Starts cells and compiles until the lookahead is reached, and closes cells that need no more."""
         while not self._stopped():
             self._start_cells()
-            run = None if self._expired() or len(self._handlers) >= self._setup.lookahead else self._next_run()
+            ahead = len(self._handlers) + (self._gpus.waiting if self._gpus else 0)
+            run = None if self._expired() or ahead >= self._setup.lookahead else self._next_run()
             if run is not None:
                 self._ask(run)
                 if any(future.done() for future in self._handlers):
@@ -245,10 +248,12 @@ class Coordinator:
         self._record(run, config, result, facts.to_dict())
 
     def _measure(self, run: CellRun, config: AttentionConfig, facts: Facts) -> None:
-        assert self._pool is not None
         job = Job(run.key, (config,), self._setup.effort.repeats, self._setup.max_error, run.best_ms)
-        future = self._pool.submit(run.gpu, job, TRIAL_LIMIT_S)
-        self._on(future, lambda done: self._record(run, config, done.result()[0], facts.to_dict()))
+        self._time(run, job, TRIAL_LIMIT_S, lambda done: self._record(run, config, done.result()[0], facts.to_dict()))
+
+    def _time(self, run: CellRun, job: Job, limit_s: float, handle: Callable[[Future], None]) -> None:
+        assert self._gpus is not None
+        self._gpus.add(run.gpu, job, limit_s, handle)
 
     def _record(self, run: CellRun, config: AttentionConfig, result: Result, facts: dict) -> None:
         """Stores a trial, then tells the study and the display."""
@@ -296,14 +301,12 @@ class Coordinator:
 
     def _compare(self, run: CellRun) -> None:
         """Times the default config and the fastest side by side; the winner is decided there."""
-        assert self._pool is not None
         self._set_state(run, "comparing")
         fastest = self._ranked(run)[: self._setup.effort.finalists]
         always = [c for c in (run.default, run.incumbent) if c in run.results]
         configs = tuple(dict.fromkeys([*always, *fastest, *self._front(run)]))
         job = Job(run.key, configs, self._setup.effort.final, self._setup.max_error)
-        future = self._pool.submit(run.gpu, job, FINAL_LIMIT_S)
-        self._on(future, lambda done: self._compared(run, configs, done.result()))
+        self._time(run, job, FINAL_LIMIT_S, lambda done: self._compared(run, configs, done.result()))
 
     def _compared(self, run: CellRun, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> None:
         if len(configs) > 1 and all(result.outcome in LOST for result in results):
@@ -329,11 +332,12 @@ class Coordinator:
 
     def _single_out(self, run: CellRun, left: list[AttentionConfig], found: list[tuple]) -> None:
         """One finalist took the others with it: each is timed alone, so that only the offender is recorded as one."""
-        assert self._pool is not None
         if left:
             job = Job(run.key, (left[0],), self._setup.effort.repeats, self._setup.max_error)
-            future = self._pool.submit(run.gpu, job, TRIAL_LIMIT_S)
-            return self._on(future, lambda done: self._single_out(run, left[1:], [*found, (left[0], done.result()[0])]))
+            return self._time(
+                run, job, TRIAL_LIMIT_S,
+                lambda done: self._single_out(run, left[1:], [*found, (left[0], done.result()[0])]),
+            )  # fmt: skip
         offenders = [(config, result) for config, result in found if result.outcome != "ok"]
         for config, result in offenders:
             run.results.pop(config, None)

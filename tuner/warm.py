@@ -72,7 +72,9 @@ class WarmStart:
         return sorted(valid, key=lambda config: last[config] or 0.0)[:OWN_TOP]
 
     def _near_winners(self, run: CellRun, runs: Sequence[CellRun]) -> list[AttentionConfig]:
-        won = {other.key: other.winner[0] for other in runs if other.winner and other.family == run.family}
+        family = [other for other in runs if other.family == run.family and other is not run and other.started]
+        best = {other.key: other.winner[0] if other.winner else other.study.best for other in family}
+        won = {key: config for key, config in best.items() if config is not None}
         for key, trials in self._mine[run.family].items():
             valid = [trial for trial in trials if trial.ms is not None]
             if key != run.key and key not in won and valid:

@@ -18,6 +18,7 @@ from .timing import Repeats, Timing
 
 START_LIMIT_S = 180.0  # importing torch and creating a context on a loaded machine
 MAX_BAD_STARTS = 2
+MAX_KILLS = 3
 
 
 class Job(NamedTuple):
@@ -105,10 +106,11 @@ class Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._closed = False
 
-    def run(self, job: Job, limit_s: float, again: bool = False) -> list[Result]:
+    def run(self, job: Job, limit_s: float, killed_before: int = 0) -> list[Result]:
         """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died.
 
-        Who is killed by SIGKILL did not crash: a person or the system wanted memory back. The job is run once more.
+        Who is killed by SIGKILL did not crash: a person or the system wanted memory back. The job is run again, at most
+        MAX_KILLS times.
         """
         self._ensure_started()
         try:
@@ -121,8 +123,8 @@ class Worker:
             told = str(error) if isinstance(error, _Died) else ""
             killed = not told and self._exit_code() == -signal.SIGKILL
             self.kill()
-            if killed and not again and not self._closed:
-                return self.run(job, limit_s, again=True)
+            if killed and killed_before < MAX_KILLS and not self._closed:
+                return self.run(job, limit_s, killed_before + 1)
             return self._all(job, "crashed", told or self._epitaph())
 
     def _exit_code(self) -> int | None:
