@@ -98,6 +98,8 @@ class Pool(WorkerPool):
 def tune(path: Path, log: Path, cells: list[Landscape]) -> dict:
     """One run from opening the database to its end, or until someone kills it."""
     begun = time.monotonic()
+    # A worker that is forked amid threads may inherit a lock that nobody holds any more; it is started anew.
+    worker.START_LIMIT_S, worker.MAX_BAD_STARTS = 5.0, 10
     worker.multiprocessing.get_context = lambda method: multiprocessing.context.ForkContext()  # type: ignore[attr-defined]
     spaces = {cell.key: cell.space() for cell in cells}
     seeds = {key: [space.candidates()[0]] for key, space in spaces.items()}

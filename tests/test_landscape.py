@@ -65,7 +65,7 @@ def test_a_recording_that_was_killed_is_continued(tmp_path):
         Recorder(path, HEAD | {"kernel_hash": "new"})
 
 
-@pytest.mark.parametrize("text", [b"", b"no gzip", gzip.compress(b"{}\n"), gzip.compress(b"[1]\n")])
+@pytest.mark.parametrize("text", [b"", b"no gzip", gzip.compress(b"{}\n", mtime=0), gzip.compress(b"[1]\n", mtime=0)])
 def test_what_is_no_landscape_is_refused(tmp_path, text):
     (tmp_path / "x.jsonl.gz").write_bytes(text)
     with pytest.raises(ValueError, match=r"x\.jsonl\.gz: no landscape"):

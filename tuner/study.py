@@ -21,6 +21,7 @@ MAX_ASKS = 16  # of TPE for one new config, before a neighbour of the last one i
 MIN_GAIN = 0.005  # a smaller gain is noise and does not prolong the search
 FIRST_GAIN = 0.25  # what the first trials of a cell are held to promise, before there is a model to ask
 CALM_AFTER, CALM = 24, 10  # configs told, and of them without a gain, before the model may end a search
+VALID = "valid"  # the one constraint; Optuna's Gaussian process wants the same of every trial
 NO_TIME = 1e9  # the value of an infeasible trial; TPE ranks those by their constraint alone
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -81,7 +82,7 @@ class CellStudy:
             config = self._space.suggest(trial)
             if self._space.broken_rule(config) is not None:
                 self.illegal_asks += 1
-                self._infeasible(trial, "illegal")
+                self._infeasible(trial)
             elif config in self.times:
                 self._answer(trial, self.times[config])
             elif config in self._running:
@@ -148,12 +149,13 @@ class CellStudy:
 
     def _answer(self, trial: optuna.Trial, ms: float | None) -> None:
         if ms is None:
-            self._infeasible(trial, "failed")
+            self._infeasible(trial)
         else:
+            trial.set_constraint(VALID, 0.0)
             self._study.tell(trial, ms)
 
-    def _infeasible(self, trial: optuna.Trial, why: str) -> None:
-        trial.set_constraint(why, 1.0)
+    def _infeasible(self, trial: optuna.Trial) -> None:
+        trial.set_constraint(VALID, 1.0)
         self._study.tell(trial, NO_TIME)
 
     def _frozen(self, config: AttentionConfig, ms: float | None) -> optuna.trial.FrozenTrial:
@@ -161,7 +163,7 @@ class CellStudy:
             value=NO_TIME if ms is None else ms,
             params={name: getattr(config, name) for name in self._distributions},
             distributions=self._distributions,
-            constraints={"failed": 1.0} if ms is None else None,
+            constraints={VALID: 1.0 if ms is None else 0.0},
         )
 
     @property
