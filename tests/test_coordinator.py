@@ -95,6 +95,14 @@ def test_predictions_are_stored_with_their_failures_and_the_best_wins(store):
     assert all(t.ms is None and t.reason for t in store.trials() if t.outcome != "ok")
 
 
+def test_every_trial_that_compiled_has_its_facts(store):
+    """The finalists' second trials too: the model is checked on what was timed side by side."""
+    run(MEASURE, store, cells=CELLS[:1])
+    trials = store.trials()
+    assert len({t.config for t in trials}) < len(trials)
+    assert all(bool(t.facts) == (t.outcome not in ("compile_failed", "crashed")) for t in trials)
+
+
 def test_one_build_serves_every_length(store):
     _, _, farm = run(PREDICT, store)
     assert len(set(farm.asked)) == len(farm.asked) <= 60  # two families of 30, not four cells of 30

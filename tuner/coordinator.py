@@ -265,7 +265,8 @@ class Coordinator:
     def _compared(self, run: CellRun, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> None:
         for config, result in zip(configs, results, strict=True):
             run.results.pop(config, None)  # the last word on a config is the last trial
-            self._log(run, config, result, {})
+            facts = self._facts.get((run.family, config))
+            self._log(run, config, result, facts.to_dict() if facts else {})
         valid = [c for c in configs if c in run.results]
         if valid:
             timings = [run.results[config][1].timing() for config in valid]
