@@ -17,6 +17,7 @@ from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.kernels.launch import compile_for
 from zyfa.tuner import facts
 from zyfa.tuner.compile import _target, pin_environment
+from zyfa.tuner.flow import Instruction, matrix_loops
 
 _KEY = AttentionKey("bf16", 128, 128, 32, 8, 1, 4096, 4096, True)
 _GFX, _SM90 = AttentionConfig(128, 64, 4, 1), AttentionConfig(64, 128, 4, 2, recipe="block")
@@ -53,10 +54,10 @@ def trimmed_sass(listing: str) -> str:
     return "\n".join([*usage, *code[first : last + 1], ""])
 
 
-def _span(code: list[facts.Instruction], is_matrix) -> tuple[int, int]:
+def _span(code: list[Instruction], is_matrix) -> tuple[int, int]:
     """Index of the first and of the last instruction of all matrix loops."""
     place = {id(instruction): n for n, instruction in enumerate(code)}
-    inside = [place[id(instruction)] for body in facts.matrix_loops(code, is_matrix) for instruction in body]
+    inside = [place[id(instruction)] for body in matrix_loops(code, is_matrix) for instruction in body]
     return min(inside), max(inside)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zyfa.tuner.facts import Instruction, amdgcn_facts, matrix_loops, sass_facts, workgroups_per_unit
+from zyfa.tuner.facts import Facts, amdgcn_facts, sass_facts, workgroups_per_unit
+from zyfa.tuner.flow import Instruction, matrix_loops
 
 DATA = Path(__file__).parent / "data"
 
@@ -65,6 +66,7 @@ def test_facts_survive_json():
     values = json.loads(json.dumps(gfx950().to_dict()))
     assert values["loops"][0]["mix"]["v_mfma_f32_32x32x16_bf16"] == 2
     assert values["registers"] == 50
+    assert Facts.from_dict(values) == gfx950()
 
 
 def test_gfx_scratch_and_async_copies_are_classes_of_their_own():
@@ -77,12 +79,13 @@ def test_gfx_scratch_and_async_copies_are_classes_of_their_own():
     )
     listing = listing.replace("s_nop 0", "s_nop 4")
     (loop,) = gfx950(listing).loops
+    assert (gfx950().scratch_in_loops, gfx950(listing).scratch_in_loops) == (0, 1)
     assert (loop.mix["scratch"], loop.mix["vmem_lds"], loop.mix["vmem"]) == (1, 1, 1)
     assert loop.mix["nop"] == 5  # s_nop 4 waits five slots
     assert loop.lds_write_bytes == 3 * 1024 + 1024
 
 
-# --- the attention kernel, 128 rows a workgroup of four waves (Hopper: 64), D 128, causal, by each Triton --------------
+# --- the attention kernel, 128 rows a workgroup of four waves (Hopper: 64), D 128, causal, by each Triton ---
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # As the metadata and the resource usage state them: registers, AGPRs, spills (Hopper: stores within the span), scratch

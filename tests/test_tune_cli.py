@@ -103,6 +103,7 @@ def test_a_run_and_a_second_one(tune, tmp_path):
     assert first.exit_code == 0
     assert "4 of 4 cells" in first.output and str(tmp_path / "db.sqlite") in first.output
     assert first.output.count("predicted B") == 4
+    assert "Nothing has been timed on gfx950" in first.output  # what a prediction is worth is said with it
     with sqlite3.connect(tmp_path / "out" / "amd-gfx950-mi355x-cu256.sqlite") as conn:
         assert conn.execute("SELECT count(*) FROM best WHERE trust = 'predicted'").fetchone() == (4,)
     second = tune(*GRID)

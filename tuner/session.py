@@ -18,6 +18,7 @@ from zyfa.tuning_db.store import Store
 
 from . import model, space
 from .cells import CellRun, Setup, Tools
+from .claims import claim_of
 from .cli import Options
 from .compile import CompileFarm
 from .coordinator import Coordinator
@@ -71,6 +72,8 @@ def run(options: Options) -> int:
         try:
             device, method, gpus = resolve(options)
             _say(console, _intro(options, device, method, gpus))
+            if method == "predict":
+                _say(console, f"zyfa-tune: {claim_of(device.arch)}")
             return _tune(options, device, method, gpus, console, stop)
         except (ZyfaError, WorkerError, OSError) as error:
             click.echo(f"zyfa-tune: {error}", err=True)
