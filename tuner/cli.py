@@ -73,6 +73,7 @@ class Options:
     seed: int
     json: bool
     report: Path | None
+    first_hour: bool = False
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110})
@@ -155,9 +156,16 @@ class Options:
     metavar="FILE.html",
     help="Also write the final table as a web page.",
 )
+@click.option(
+    "--first-hour",
+    is_flag=True,
+    help="On a GPU that nobody has timed: test every preset against the reference, time what the model does not know, "
+    "judge its predictions on 24 configs in 6 shapes, then tune with the rest of --budget (1h); writes to --out "
+    "(first-hour) what to send back.",
+)
 @click.version_option(package_name="zyfa")
 def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, max_error,
-         recipes, db, out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
+         recipes, db, out, gpus, engine, resume, seed, dry_run, as_json, report, first_hour):  # fmt: skip
     """Search the fastest configs of prefill attention and store them where zyfa.attention finds them.
 
     With a GPU in this machine configs are timed on it; without one they are compiled for a target GPU, and what the
@@ -170,6 +178,7 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
       zyfa-tune --seq-lens 1000,4k --heads 16:16 --dtypes bf16 --causal yes
       zyfa-tune --target mi300x --out databases/     no GPU needed
       zyfa-tune --workload calls.jsonl --budget 10m
+      zyfa-tune --first-hour                         a GPU that nobody has timed
 
     \b
     Exit codes: 0 done; 2 wrong usage; 3 done, but some cells have no valid config; 130 and 143 stopped by SIGINT and
@@ -196,6 +205,7 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
         seed,
         as_json,
         report,
+        first_hour,
     )
     if dry_run:
         return print_plan(options)

@@ -75,6 +75,15 @@ def facts_of(kernel, arch: str) -> Facts:
     return sass_facts(sass_listing(kernel.asm["cubin"]), shared, num_warps, arch)
 
 
+def loops_with(kernel, arch: str, holds: Callable[[str], bool]) -> list[Loop]:
+    """The innermost loops of a CompiledKernel that hold an opcode for which holds() is true."""
+    if ARCHS[arch].vendor == "amd":
+        bodies = matrix_loops(_parse_gfx(kernel.asm["amdgcn"]), holds)
+        return [_loop(body, _gfx_class, _gfx_traffic) for body in bodies]
+    bodies = matrix_loops(_parse_sass(sass_listing(kernel.asm["cubin"])), holds)
+    return [_loop(body, _sass_class, _sass_traffic) for body in bodies]
+
+
 # --- occupancy ---------------------------------------------------------------------------------------------------
 
 

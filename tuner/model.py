@@ -204,8 +204,8 @@ def _costs(run: _Run, exp_slots: float, overlap: float) -> list[float]:
 
 def _bounds(run: _Run) -> dict[str, float]:
     """Slots of the whole grid, perfectly spread, if one resource alone did all trips without masks."""
-    loop = min(run.facts.loops, key=lambda loop: _trip(loop, run.device.arch, run.rates.exp[0], run.fit).none)
-    trip = _trip(loop, run.device.arch, run.rates.exp[0], run.fit)
+    loop = min(run.facts.loops, key=lambda loop: _trip(loop, run.device.arch, run.fit.exp[0], run.fit).none)
+    trip = _trip(loop, run.device.arch, run.fit.exp[0], run.fit)
     waves = max(run.waves_per_simd, 1)
     each = {
         "matrix": trip.matrix * waves,
@@ -244,9 +244,9 @@ def predict(
         )
     run = _run(facts, key, config, device, fit)
     overlap, spread = _overlap(run), run.fit.spread
-    costs = _costs(run, run.rates.exp[0], overlap)
-    low = _costs(run, run.rates.exp[0], min(1.0, overlap + spread))
-    high = _costs(run, run.rates.exp[1], overlap - spread)
+    costs = _costs(run, run.fit.exp[0], overlap)
+    low = _costs(run, run.fit.exp[0], min(1.0, overlap + spread))
+    high = _costs(run, run.fit.exp[1], overlap - spread)
     grid_ms = grid_time(costs, run.batch_heads, run.slots, config) * run.ms_per_slot
     fixed_ms = run.fit.launch_ms + quantise_ms(key, config, device, run.fit)
     bounds = {name: slots * run.ms_per_slot for name, slots in _bounds(run).items()}
@@ -264,6 +264,6 @@ def predict(
 def nominal_ms(facts: Facts, key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
     """predict(...).ms alone, in a third of the time; what fitting.py minimises the error of."""
     run = _run(facts, key, config, device, fit)
-    costs = _costs(run, run.rates.exp[0], _overlap(run))
+    costs = _costs(run, run.fit.exp[0], _overlap(run))
     grid_ms = grid_time(costs, run.batch_heads, run.slots, config) * run.ms_per_slot
     return grid_ms + fit.launch_ms + quantise_ms(key, config, device, fit)

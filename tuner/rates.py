@@ -39,18 +39,16 @@ class Rates(NamedTuple):
     """Documented slots and bytes of one architecture."""
 
     clocks: int  # of one slot
-    exp: tuple[float, float]  # slots of one exp, likely and pessimistic
     lds_read: int  # bytes a clock and unit
     lds_write: int
     latency: float  # slots of a load from L2 or beyond
 
 
-# exp on gfx950: secondary sources say half rate (2 slots), LLVM prices quarter rate (4): both are carried.
 # Latency of a global load: 790 clocks, measured by others on gfx950 at 2.2 GHz; 600 on Hopper.
 RATES = {
-    "gfx950": Rates(4, (2, 4), 256, 128, 790 / 4),
-    "gfx942": Rates(4, (4, 4), 128, 128, 790 / 4),
-    "sm90": Rates(1, (8, 8), 128, 128, 600),
+    "gfx950": Rates(4, 256, 128, 790 / 4),
+    "gfx942": Rates(4, 128, 128, 790 / 4),
+    "sm90": Rates(1, 128, 128, 600),
 }
 
 
@@ -63,6 +61,7 @@ class Fit(NamedTuple):
     slots of one. overhead: slots that 128 rows on a unit cost outside the loop: Q in, O out, ramp. clock_fraction: part
     of the peak clock that dense attention sustains. launch_ms: of each kernel of a call. quantiser_fraction: of peak
     HBM bandwidth that the quantisers reach. error: of the whole, by which the interval is widened.
+    exp: slots of one exp, likely and pessimistic.
     """
 
     overlap: tuple[float, float, float]
@@ -76,6 +75,7 @@ class Fit(NamedTuple):
     launch_ms: float
     quantiser_fraction: float
     error: float
+    exp: tuple[float, float]
 
 
 # sm90: scripts/validate_model.py --fit on the 28 cells of the shipped H200 database (1,066 timed configs, 2026-11-30);
@@ -85,9 +85,10 @@ class Fit(NamedTuple):
 # 8 tiles of 64 keys in BF16, fitted to 94 published MI355X shapes; with clock_fraction the model gives hand-written
 # BF16 attention (perfect overlap 272, none 416 slots a trip, two waves a SIMD) its published 1438 TFLOPS on MI355X, an
 # upper end for compiled code. launch_ms, quantiser_fraction and error are the H200's.
-_GFX = Fit((0.25, 0.5, 0.6), 0.2, 57, 0, 6, 16, 3470, 0.77, 0.0034, 0.25, 0.12)
-_SM90 = Fit((-0.15, 0.25, 0.55), 0.2, 450, 110, 16, 2, 5900, 0.85, 0.0034, 0.25, 0.12)
-FITS = {"gfx950": _GFX, "gfx942": _GFX, "sm90": _SM90}
+# exp on gfx950: secondary sources say half rate (2 slots), LLVM prices quarter rate (4): both are carried.
+_GFX = Fit((0.25, 0.5, 0.6), 0.2, 57, 0, 6, 16, 3470, 0.77, 0.0034, 0.25, 0.12, (2, 4))
+_SM90 = Fit((-0.15, 0.25, 0.55), 0.2, 450, 110, 16, 2, 5900, 0.85, 0.0034, 0.25, 0.12, (8, 8))
+FITS = {"gfx950": _GFX, "gfx942": _GFX._replace(exp=(4, 4)), "sm90": _SM90}
 
 
 def matrix_slots(op: str, arch: str) -> float:

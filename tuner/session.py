@@ -71,6 +71,12 @@ def run(options: Options) -> int:
     with Stop() as stop:
         try:
             device, method, gpus = resolve(options)
+            if options.first_hour:
+                if not gpus:
+                    raise click.UsageError("--first-hour needs a GPU that torch can use")
+                from .first_hour_run import run as first_hour
+
+                return first_hour(options, device, gpus, console, stop)
             _say(console, _intro(options, device, method, gpus))
             if method == "predict":
                 _say(console, f"zyfa-tune: {claim_of(device.arch)}")
