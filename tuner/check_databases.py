@@ -163,8 +163,13 @@ def _rebuilt(row: Checked, build: Build) -> Iterator[str]:
         yield f"does not compile: {build.failure}"
     elif reason := gate(build.facts, row.key, row.config, row.arch):
         yield f"would be gated: {reason}"
-    elif _same_compiler(row) and row.facts is not None and build.facts.code_hash != row.facts.code_hash:
+    elif _same_compiler(row) and row.facts is not None and _code(row, build.facts) != _code(row, row.facts):
         yield f"its code is {row.facts.code_hash[:12]}, this Triton compiles it to {build.facts.code_hash[:12]}"
+
+
+def _code(row: Checked, facts: Facts) -> object:
+    """What must be equal: of head groups, which share a build, their loops and registers, else every instruction."""
+    return (facts.loops, facts.registers, facts.lds_bytes) if row.config.head_group else facts.code_hash
 
 
 def _same_compiler(row: Checked) -> bool:

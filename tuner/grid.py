@@ -1,5 +1,6 @@
 """How the programs of one call meet the units of a GPU: trips of each query block, launch order, makespan."""
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -20,6 +21,13 @@ def trips(m: int, key: AttentionKey, config: AttentionConfig) -> tuple[int, int]
         full_hi = min(key.seqlen_k, max(0, m * config.BLOCK_M + shift + 1))
     full = full_hi // config.BLOCK_N
     return full, max(0, -(-(hi - full * config.BLOCK_N) // config.BLOCK_N))
+
+
+@functools.lru_cache(maxsize=1024)
+def all_trips(key: AttentionKey, block_m: int, block_n: int) -> tuple[tuple[int, int], ...]:
+    """trips() of every query block; kept, because many configs of a call share their tile."""
+    config = AttentionConfig(block_m, block_n, 4, 1)
+    return tuple(trips(m, key, config) for m in range(-(-key.seqlen_q // block_m)))
 
 
 def programs_in_order(per_m: Sequence[float], batch_heads: int, config: AttentionConfig) -> list[float]:

@@ -16,7 +16,7 @@ from zyfa.recipes import RECIPES
 
 from .facts import Facts, Loop
 from .gate import half_rate, is_matrix
-from .grid import grid_time, trips
+from .grid import all_trips, grid_time
 from .rates import DEVICES, FITS, RATES, Device, Fit, Rates, hold_slots, matrix_slots
 
 __all__ = ["DEVICES", "MODEL_VERSION", "Device", "Prediction", "predict"]
@@ -198,7 +198,7 @@ def _costs(run: _Run, exp_slots: float, overlap: float) -> list[float]:
     """
     each = [_unit_slots(loop, run, exp_slots, overlap) for loop in run.facts.loops]
     overhead = run.fit.overhead * run.config.BLOCK_M * run.workgroups / 128
-    counts = (trips(m, run.key, run.config) for m in range(run.num_m_blocks))
+    counts = all_trips(run.key, run.config.BLOCK_M, run.config.BLOCK_N)
     return [full * min(each) + masked * max(each) + overhead for full, masked in counts]
 
 
@@ -213,7 +213,7 @@ def _bounds(run: _Run) -> dict[str, float]:
         "lds": _lds_slots(loop, run),
         "l2": _l2_slots(run),
     }
-    total = sum(sum(trips(m, run.key, run.config)) for m in range(run.num_m_blocks)) * run.batch_heads
+    total = sum(map(sum, all_trips(run.key, run.config.BLOCK_M, run.config.BLOCK_N))) * run.batch_heads
     return {name: slots * total / run.slots for name, slots in each.items()}
 
 
