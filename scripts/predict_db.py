@@ -27,27 +27,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from zyfa.archs import default_config
 from zyfa.config import AttentionConfig, AttentionKey, Cell, cell_of
 from zyfa.device import device_of_sku
 from zyfa.kernels import kernel_hash
 from zyfa.recipes import PRESETS
 from zyfa.toolchain import triton_version
+from zyfa.tuner.certificate import certify, emulation
 from zyfa.tuner.compile import Build, CompileFarm, _loop_of, specialisation
 from zyfa.tuner.facts import Facts
 from zyfa.tuner.gate import gate
 from zyfa.tuner.lengths import parse_numbers, parse_seq_lens
 from zyfa.tuner.model import DEVICES, MODEL_VERSION, Prediction, predict
 from zyfa.tuner.plan import key_of
-from zyfa.tuner.space import FP8_RECIPES, broken_rule, seeds
-from zyfa.tuning_db.content import Content, Crown, Record, read_content, write_content
+from zyfa.tuner.space import MAX_RECIPE_ERROR, broken_rule, seeds
+from zyfa.tuning_db.certificates import Certificate, Licence, Stored
+from zyfa.tuning_db.content import Content, Crown, Record, Seat, read_content, write_content
 from zyfa.tuning_db.portfolio import portfolio
 from zyfa.tuning_db.reader import DATA, granularity_of
 from zyfa.tuning_db.schema import Toolchain
 
 SKUS = ("mi355x", "mi350x", "mi325x", "mi300x")
 HEADS = ((8, 2), (32, 8), (64, 8), (128, 32))  # batch 1; a lookup finds the nearest of other counts and ratios
-RECIPES = tuple(dict.fromkeys((*FP8_RECIPES, *PRESETS.values())))  # safe ones may win, each preset has its best kept
+RECIPES = tuple(PRESETS.values())  # each has its best in a cell's front; those within the error bound may win
 TIE = 0.03  # of two predictions: far below what the model can tell apart
 KERNELS = 64  # that all cells of a GPU share at most
 KEPT = 2  # tied kernels beside the winner
@@ -179,6 +183,28 @@ def _compiled(wanted: dict[Family, list[AttentionConfig]], arch: str, submit: Su
 # --- one cell ---------------------------------------------------------------------------------------------------------
 
 Priced = dict[AttentionConfig, tuple[Facts, Prediction]]
+Worst = dict[tuple[str, int, bool], float]  # certified error of (recipe, head_dim, causal)
+
+
+def certificates_of(arch: str, head_dims: Sequence[int]) -> list[Certificate]:
+    """The errors of every preset's recipe, emulated: a predicted FP8 row is shown only with them."""
+    found = []
+    for head_dim, causal in itertools.product(head_dims, (True, False)):
+        good, bad = certify(RECIPES, (head_dim, head_dim, causal), emulation(arch))
+        found += good
+        for reason in bad.values():
+            print(f"not certified: {reason}")
+    return found
+
+
+def worst_of(certificates: Iterable[Certificate]) -> Worst:
+    return {(c.recipe, c.head_dim, c.causal): c.worst for c in certificates}
+
+
+def may_win(config: AttentionConfig, cell: Cell, worst: Worst) -> bool:
+    """Not FP8, or its recipe is within the bound of the tuner."""
+    error = worst.get((config.recipe, cell.head_dim, cell.causal), math.inf)
+    return config.recipe == "none" or error <= MAX_RECIPE_ERROR
 
 
 def price(cell: Cell, found: dict[Family, Builds], sku: str) -> Priced:
@@ -206,33 +232,43 @@ def _same_code(config: AttentionConfig, key: AttentionKey, family: Family, arch:
     return legal and specialisation(key, config, arch) == specialisation(family.key(), config, arch)
 
 
-def keep(cell: Cell, priced: Priced, arch: str) -> Priced:
-    """What of a cell may be stored: all within TIE of the best that may win, the default, the best of each preset."""
-    ms = {config: prediction.ms for config, (_, prediction) in priced.items()}
-    winners = [config for config in ms if may_win(config)]
+def keep(cell: Cell, priced: Priced, arch: str, worst: Worst) -> Priced:
+    """What of a cell may be stored: all within TIE of the best that may win, the default, the best of each recipe.
+
+    Nothing where no config may win; a recipe without a certificate is left out.
+    """
+    able = {c: p.ms for c, (_, p) in priced.items() if c.recipe == "none" or _certified(c, cell, worst)}
+    winners = [config for config in able if may_win(config, cell, worst)]
     if not winners:
         return {}
-    limit = (1 + TIE) * min(ms[config] for config in winners)
-    kept = [config for config in winners if ms[config] <= limit]
-    kept += [config for config in ms if config == default_config(arch, key_of(cell))]
-    for recipe in PRESETS.values():
-        kept += sorted((c for c in ms if c.recipe == recipe), key=ms.__getitem__)[:1]
+    limit = (1 + TIE) * min(able[config] for config in winners)
+    kept = [config for config in winners if able[config] <= limit]
+    kept += [config for config in able if config == default_config(arch, key_of(cell))]
+    kept += _best_each(able).values()
     return {config: priced[config] for config in dict.fromkeys(kept)}
 
 
-def may_win(config: AttentionConfig) -> bool:
-    return config.recipe in ("none", *FP8_RECIPES)
+def _certified(config: AttentionConfig, cell: Cell, worst: Worst) -> bool:
+    return (config.recipe, cell.head_dim, cell.causal) in worst
+
+
+def _best_each(ms: dict[AttentionConfig, float]) -> dict[str, AttentionConfig]:
+    """Of each recipe the fastest config."""
+    return {config.recipe: config for config in sorted(ms, key=ms.__getitem__, reverse=True)}
 
 
 # --- one database -----------------------------------------------------------------------------------------------------
+
+Records = dict[AttentionConfig, Record]
 
 
 def toolchain() -> Toolchain:
     return Toolchain(kernel_hash(), triton_version(), "", "")
 
 
-def content_of(sku: str, cells: dict[Cell, Priced], day: str) -> Content:
-    """The database of one SKU: few kernels as winners, and what ties with them."""
+def content_of(sku: str, cells: dict[Cell, Priced], day: str, proofs: Sequence[Certificate]) -> Content:
+    """The database of one SKU: few kernels as winners, what ties with them, the fronts, and certificates."""
+    worst = worst_of(proofs)
     device = device_of_sku(sku)
     meta = {
         "sku": device.sku_key, "vendor": device.vendor, "arch": device.arch, "units": str(device.units),
@@ -241,45 +277,44 @@ def content_of(sku: str, cells: dict[Cell, Priced], day: str) -> Content:
     every = {
         cell: {c: _record(cell, c, *p, device.arch, day) for c, p in priced.items()} for cell, priced in cells.items()
     }
-    shared = _shared(meta, {cell: {c: r for c, r in rs.items() if may_win(c)} for cell, rs in every.items()}, day)
+    able = {cell: {c: r for c, r in rs.items() if may_win(c, cell, worst)} for cell, rs in every.items()}
+    shared = _shared(meta, able, day)
     trials: list[Record] = []
-    crowns: list[Crown] = []
+    winners: dict[Seat, Crown] = {}
+    fronts: dict[tuple[Seat, str], Crown] = {}
     for cell, records in every.items():
-        winner, ties = _chosen(records, shared)
-        presets = {c for recipe in PRESETS.values() for c in _best(records, recipe) if _tile(c) != _tile(winner)}
-        others = [r for c, r in records.items() if c in ties or r.is_default or c in presets]
-        trials += {r.config: r for r in (records[winner], *others)}.values()
-        crowns.append(_crown(records[winner], cells[cell][winner][1].confidence, records, day))
-    return Content(meta, Counter(trials), {crown.seat: crown for crown in crowns})
+        crowns = {c: _crown(r, cells[cell][c][1].confidence, records, day) for c, r in records.items()}
+        winner, ties = _chosen(able[cell], shared)
+        front = {}
+        if cell.dtype == "fp8":
+            front = _best_each({c: r.ms or math.inf for c, r in records.items()}) | {winner.recipe: winner}
+        stored = {winner, *ties, *front.values(), *(c for c, r in records.items() if r.is_default)}
+        trials += [record for config, record in records.items() if config in stored]
+        seat = crowns[winner].seat
+        winners[seat] = crowns[winner]
+        fronts |= {(seat, recipe): crowns[config] for recipe, config in front.items()}
+    return Content(meta, Counter(trials), winners, fronts, licences(proofs, day))
 
 
-def _best(records: dict[AttentionConfig, Record], recipe: str) -> list[AttentionConfig]:
-    return sorted((c for c in records if c.recipe == recipe), key=lambda c: records[c].ms or math.inf)[:1]
-
-
-def _shared(meta: dict, every: dict[Cell, dict[AttentionConfig, Record]], day: str) -> dict[str, int]:
+def _shared(meta: dict, able: dict[Cell, Records], day: str) -> dict[str, int]:
     """The configs that serve all cells within TIE, and their rank."""
-    trials = [record for records in every.values() for record in records.values()]
-    crowns = [_crown(min(records.values(), key=lambda r: r.ms or 0), "A", records, day) for records in every.values()]
-    content = Content(meta, Counter(trials), {crown.seat: crown for crown in crowns})
+    trials = [record for records in able.values() for record in records.values()]
+    crowns = [_crown(min(records.values(), key=lambda r: r.ms or 0), "A", records, day) for records in able.values()]
+    content = Content(meta, Counter(trials), {crown.seat: crown for crown in crowns}, {}, {})
     return {pick.config: number for number, pick in enumerate(portfolio(content, TIE, KERNELS).picks)}
 
 
-def _chosen(
-    records: dict[AttentionConfig, Record], shared: dict[str, int]
-) -> tuple[AttentionConfig, list[AttentionConfig]]:
+def _chosen(able: Records, shared: dict[str, int]) -> tuple[AttentionConfig, list[AttentionConfig]]:
     """The winner of a cell, and the kernels that tie with it; a shared kernel wins over a private one."""
-    able = {c: r.ms or math.inf for c, r in records.items() if may_win(c)}
-    limit = (1 + TIE) * min(able.values())
-    tied = sorted(
-        (c for c, ms in able.items() if ms <= limit), key=lambda c: (shared.get(c.to_json(), KERNELS), able[c])
-    )
+    ms = {c: r.ms or math.inf for c, r in able.items()}
+    limit = (1 + TIE) * min(ms.values())
+    tied = sorted((c for c in ms if ms[c] <= limit), key=lambda c: (shared.get(c.to_json(), KERNELS), ms[c]))
     others = [c for c in tied[1:] if _tile(c) != _tile(tied[0])]
     return tied[0], others[:KEPT]
 
 
 def _record(cell: Cell, config: AttentionConfig, facts: Facts, told: Prediction, arch: str, day: str) -> Record:
-    key, at = key_of(cell), int(datetime.datetime.fromisoformat(f"{day}T00:00:00+00:00").timestamp())
+    key, at = key_of(cell), _seconds(day)
     text = json.dumps(facts.to_dict(), sort_keys=True, separators=(",", ":"))
     return Record(
         key, toolchain(), config.to_json(), granularity_of(config), "ok", "predicted",
@@ -287,9 +322,23 @@ def _record(cell: Cell, config: AttentionConfig, facts: Facts, told: Prediction,
     )  # fmt: skip
 
 
-def _crown(record: Record, confidence: str, records: dict[AttentionConfig, Record], day: str) -> Crown:
+def _crown(record: Record, confidence: str, records: Records, day: str) -> Crown:
     default = next((r.ms for r in records.values() if r.is_default), None)
     return Crown(record, confidence, len(records), default, f"{day}T00:00:00.000Z")
+
+
+def licences(certificates: Iterable[Certificate], day: str) -> dict[Licence, Stored]:
+    """The certificates as a database holds them: errors to three digits."""
+    found = {}
+    for certificate in certificates:
+        errors = {name: [float(f"{error:.3g}") for error in values] for name, values in certificate.errors.items()}
+        text = json.dumps(errors, sort_keys=True, separators=(",", ":"))
+        found[Licence(toolchain(), "predicted", *certificate[:4])] = Stored(text, _seconds(day))
+    return found
+
+
+def _seconds(day: str) -> int:
+    return int(datetime.datetime.fromisoformat(f"{day}T00:00:00+00:00").timestamp())
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -307,25 +356,25 @@ def cells_of(seq_lens: Sequence[int], head_dims: Sequence[int], heads=HEADS) -> 
     return list(dict.fromkeys(map(cell_of, keys)))
 
 
-def priced_cell(cell: Cell, found: dict[Family, Builds], sku: str) -> Priced:
-    return keep(cell, price(cell, found, sku), DEVICES[sku].arch)
+def priced_cell(cell: Cell, found: dict[Family, Builds], sku: str, worst: Worst) -> Priced:
+    return keep(cell, price(cell, found, sku), DEVICES[sku].arch, worst)
 
 
-def make(sku: str, found: dict[Family, Builds], cells: Sequence[Cell], day: str, out: Path, jobs: int) -> int:
+def make(sku: str, found: dict[Family, Builds], cells: Sequence[Cell], proofs: list[Certificate], given) -> int:
     """Prices every cell in several processes and releases the file; returns the exit code of the release."""
-    with ProcessPoolExecutor(jobs) as pool:
-        work = functools.partial(priced_cell, found=found, sku=sku)
+    worst = worst_of(proofs)
+    with ProcessPoolExecutor(given.jobs) as pool:
+        work = functools.partial(priced_cell, found=found, sku=sku, worst=worst)
         priced = dict(zip(cells, pool.map(work, cells, chunksize=8), strict=True))
     priced = {cell: configs for cell, configs in priced.items() if configs}
-    content = content_of(sku, priced, day)
-    kernels = {(c.record.config, c.seat.cell[:5]) for c in content.winners.values()}
-    print(f"{sku}: {len(priced)} of {len(cells)} cells, {len({config for config, _ in kernels})} winning configs, "
-          f"{len(content.trials)} trials")  # fmt: skip
+    content = content_of(sku, priced, given.day, proofs)
+    kernels = {crown.record.config for crown in content.winners.values()}
+    print(f"{sku}: {len(priced)} of {len(cells)} cells, {len(kernels)} winning configs, {len(content.trials)} trials")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{device_of_sku(sku).db_name}.sqlite"
         write_content(content, path)
         release = [sys.executable, str(Path(__file__).with_name("release_db.py")), str(path)]
-        return subprocess.run([*release, "--out", str(out), "--day", day]).returncode
+        return subprocess.run([*release, "--out", str(given.out), "--day", given.day]).returncode
 
 
 def arguments() -> argparse.Namespace:
@@ -344,6 +393,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
+    torch.set_num_threads(
+        1
+    )  # certificates are made of small tensors: two threads on two busy cores took 26 times as long
     cells, failed = cells_of(given.seq_lens, given.head_dims), 0
     skus = given.sku or SKUS
     for arch in dict.fromkeys(DEVICES[sku].arch for sku in skus):
@@ -352,11 +404,12 @@ def main() -> int:
         with CompileFarm(arch, given.jobs, LIMIT_S) as farm:
             known = Known(farm, old)
             found = builds_of(families(given.head_dims), arch, known.submit, given.builds)
+        proofs = certificates_of(arch, given.head_dims)
         count = sum(map(len, found.values()))
         print(f"{arch}: {count} builds pass, {known.found} known before, {time.monotonic() - begun:.0f} s", flush=True)
         for sku in skus:
             if DEVICES[sku].arch == arch:
-                failed += make(sku, found, cells, given.day, given.out, given.jobs) != 0
+                failed += make(sku, found, cells, proofs, given) != 0
                 print(f"{sku}: {time.monotonic() - begun:.0f} s", flush=True)
     return int(failed > 0)
 

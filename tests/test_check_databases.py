@@ -6,7 +6,7 @@ from collections import Counter
 from concurrent.futures import Future
 
 import pytest
-from databases import a_key, damage
+from databases import a_certificate, a_key, damage
 from test_facts import stored
 
 from zyfa.config import AttentionConfig
@@ -17,6 +17,7 @@ from zyfa.tuner import check_databases
 from zyfa.tuner.check_databases import check
 from zyfa.tuner.compile import Build, compile_config
 from zyfa.tuner.model import DEVICES, MODEL_VERSION, predict
+from zyfa.tuning_db.certificates import add_certificate
 from zyfa.tuning_db.content import read_content, write_content
 from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Store
@@ -45,6 +46,8 @@ def add(store, key, config=CONFIG, facts=FACTS, trust="predicted", toolchain=TOO
     told = predict(facts, key, config, DEVICES["mi355x" if facts.arch == "gfx950" else "h200"])
     values = {"ms": told.ms, "ms_lo": told.ms_lo, "ms_hi": told.ms_hi, "facts": facts.to_dict()} | changes
     trial = store.add_trial(key, toolchain, config, outcome="ok", trust=trust, **values)
+    if key.dtype == "fp8":
+        add_certificate(store, toolchain, trust, a_certificate(config.recipe, key))
     store.set_winner(trial, confidence=confidence or told.confidence, trials=1)
 
 

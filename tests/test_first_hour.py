@@ -279,8 +279,9 @@ def test_the_command_writes_what_is_sent_back(monkeypatch, tmp_path):
     monkeypatch.setattr(first_hour, "kit_keys", lambda: KEYS[:2])
     monkeypatch.setattr(first_hour, "check_list", lambda arch: iter([*check_list(arch)][:4]))
     cell = PlannedCell(None, KEYS[0], 1.0)
-    options = cli.Options((cell,), "auto", "auto", "quick", 300.0, 2.0, None, tmp_path / "db.sqlite", tmp_path / "out",
-                          (), True, 0, False, None, True)  # fmt: skip
+    blank = dict.fromkeys(field.name for field in dataclasses.fields(cli.Options))
+    given = {"cells": (cell,), "budget_s": 300.0, "db": tmp_path / "db.sqlite", "out": tmp_path / "out", "seed": 0}
+    options = cli.Options(**blank | given)
     console = Console(record=True, width=200)
     with session.Stop() as stop:
         code = first_hour_run.run(options, device_of_sku("mi355x"), (0,), console, stop)

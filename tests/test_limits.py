@@ -101,8 +101,14 @@ def test_sched_strategy_follows_the_installed_triton(monkeypatch, version, reaso
     assert broken_limit(AttentionConfig(128, 64, 4, 2, sched_strategy="max-ilp"), key(), "gfx950") == reason
 
 
+def test_mx_scales_run_on_gfx950_only():
+    config, reason = AttentionConfig(64, 64, 4, 1, recipe="mx"), "MX scales need gfx950's scaled matrix instructions"
+    assert [broken_limit(config, key("fp8"), arch) for arch in ("gfx950", "gfx942", "sm90")] == [None, reason, reason]
+
+
 def test_every_limit_has_a_case_here():
     tested = {name for _, _, name in BROKEN} | {"FP8 needs BLOCK_N >= 32", "sched_strategy needs Triton 3.8"}
+    tested.add("MX scales need gfx950's scaled matrix instructions")
     assert tested == {limit.name for limit in LIMITS}
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from zyfa.recipes import RECIPES
 
 from .bench_accuracy import BASELINE, PRECISIONS, Accuracy, fault, measure, medians, samples_in, samples_of
+from .bench_front import front
 from .bench_plan import plan
 from .bench_plot import HINT, save_accuracy
 from .inputs import CHECKOUT_ACTIVATIONS, FAMILIES, Shape
@@ -97,6 +98,7 @@ def cli() -> None:
 
 
 cli.add_command(plan)
+cli.add_command(front)
 
 
 @cli.command()
@@ -136,6 +138,8 @@ def accuracy(activations, families, head_dims, recipes, seqlen, causal, device, 
     rows = [row for sample in samples for row in measure(sample, recipes, causal, device)]
     _print(_accuracy_table(rows, device))
     _print(_median_table(rows))
+    if absent := [name for name in recipes if name in RECIPES and name not in {row.recipe for row in rows}]:
+        click.echo(f"left out, this GPU cannot run them: {', '.join(absent)}")
     if plot:
         save_accuracy(rows, plot)
     _write(json_path, ACCURACY_METHOD, [row._asdict() for row in rows], device)
@@ -280,7 +284,9 @@ def _exit_with(faults: Sequence[str]) -> None:
 
 def _write(path: Path | None, method: str, rows: Sequence[dict], device: str) -> None:
     if path is not None:
-        path.write_text(json.dumps({**environment(device), "method": method, "rows": _finite(rows)}, indent=1) + "\n")
+        head = json.dumps({**environment(device), "method": method}, indent=1)
+        lines = ",\n  ".join(json.dumps(row) for row in _finite(rows))  # a line a row: diffs can be read
+        path.write_text(f'{head.removesuffix("}").rstrip()},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def _finite(rows: Sequence[dict]) -> list[dict]:

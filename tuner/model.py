@@ -185,8 +185,10 @@ def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit:
     converted = v if recipe.qk == "bf16" else q + k + v
     scanned = k * (recipe.k_mean or recipe.equalise) + q * (recipe.q_mean or recipe.equalise)
     launches = 3 if scanned else 1
-    if recipe.granularity != "block":
+    if recipe.granularity in ("head", "tensor"):
         scanned, launches = converted, 2
+    elif recipe.v_scaled_by in ("head", "channel"):
+        scanned, launches = scanned + v, launches + 1
     moved = 3 * converted + 2 * scanned  # bytes: 16 bits in and 8 out, and 16 in for statistics
     return moved / (device.hbm_tb_s * 1e9 * fit.quantiser_fraction) + launches * fit.launch_ms
 

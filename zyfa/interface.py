@@ -7,15 +7,15 @@ from itertools import pairwise
 import torch
 
 from . import reference
-from .archs import ARCHS, default_config
+from .archs import ARCHS
 from .checks import FP8, Call, check_call, expand_descale
 from .config import AttentionConfig
 from .device import Device, current_device
 from .kernels.launch import attention_forward
 from .limits import broken_limit
-from .lookup import Choice, choose, describe, withdraw
+from .lookup import Choice, choose, describe, faster_plain, withdraw
 from .op import through_operator
-from .recipes import PRESETS, RECIPES
+from .recipes import PRESETS
 
 CPU_ARCH = "gfx950"  # the CPU path emulates the OCP FP8 format, which gfx950 and sm90 share
 
@@ -42,9 +42,11 @@ def attention(
     softcap * tanh(s / softcap); sink (nheads, floating point) is a logit per head without a key. A row that sees no key
     gives 0 and lse -inf, or the sink.
 
-    precision: "auto" keeps the dtype of the inputs, "fp8" quantises them with the recipe of the tuned config,
-    "fp8:per_tensor", "fp8:fast", "fp8:balanced", "fp8:accurate" with that preset, "bf16" never quantises. FP8 inputs
-    take q_descale (batch, nheads), k_descale, v_descale (batch, nheads_k), one element, or numbers; 1.0 where absent.
+    precision: "auto" keeps the dtype of the inputs, "fp8" quantises them with the recipe of the tuned config (or runs
+    in 16 bits where that was timed to be as fast),
+    "fp8:per_tensor", "fp8:fast", "fp8:balanced", "fp8:accurate" with that preset in its own best config (or in the
+    tuned tile where none is stored), "bf16" never quantises. FP8 inputs take q_descale (batch, nheads), k_descale,
+    v_descale (batch, nheads_k), one element, or numbers; 1.0 where absent.
     config: an AttentionConfig to use instead of the tuned one. The output has the dtype of the inputs (bfloat16 for
     FP8).
 
@@ -111,27 +113,16 @@ def _check_fp8(q, device: Device) -> None:
 def _config_for(call: Call, config: AttentionConfig | None, device: Device) -> AttentionConfig:
     """The caller's config, checked, or the tuned one; with the recipe that `precision` asks for."""
     if config is None:
-        config = choose(call.key, device).config
-        if call.preset is None:
-            return config
-        config = _with_recipe(config, call.preset)
-        if broken_limit(config, call.key, device.arch) is None:
-            return config
-        # tuned with another recipe, whose tiles are smaller
-        return dataclasses.replace(default_config(device.arch, call.key), recipe=call.preset)
+        return _choice_for(call, device).config
     config = dataclasses.replace(config, recipe=call.preset) if call.preset else config
     if reason := broken_limit(config, call.key, device.arch):
         raise ValueError(f"config does not fit this call on {device.sku_key}: {reason}")
     return config
 
 
-def _with_recipe(config: AttentionConfig, recipe: str) -> AttentionConfig:
-    """A tuned tile with another recipe than it was tuned with.
-
-    K tiles of 16 bits take one stage fewer than those of 8: 991 against 1351 us at 8k, causal, on an H200.
-    """
-    wider = RECIPES[recipe].qk == "bf16" and RECIPES[config.recipe].qk != "bf16"
-    return dataclasses.replace(config, recipe=recipe, num_stages=max(config.num_stages - wider, 1))
+def _choice_for(call: Call, device: Device) -> Choice:
+    choice = choose(call.key, device, call.preset or "")
+    return faster_plain(choice, call.key, device) if call.quantises else choice
 
 
 def _launched(launch, call: Call, config: AttentionConfig | None, device: Device):
@@ -141,7 +132,7 @@ def _launched(launch, call: Call, config: AttentionConfig | None, device: Device
     except (ValueError, TypeError, torch.OutOfMemoryError):  # the caller's arguments, or memory: no config helps
         raise
     except Exception as error:  # of Triton, ptxas, LLVM or the driver: none has a common base
-        if config is not None or not withdraw(call.key, device, error):
+        if config is not None or not withdraw(call.key, device, error, call.preset or ""):
             raise
     return launch(config=_config_for(call, None, device))
 
@@ -212,4 +203,5 @@ def explain(q, k, v, *, precision="auto", causal=False, window_size=(-1, -1), **
     if not q.is_cuda:
         return Explanation(call, None, None, None)
     device = current_device(q.device.index)
-    return Explanation(call, device, choose(call.key, device), _config_for(call, same.get("config"), device))
+    choice = _choice_for(call, device)
+    return Explanation(call, device, choice, _config_for(call, same.get("config"), device))

@@ -79,6 +79,10 @@ def _has_defaults(config: AttentionConfig, defaults: dict) -> bool:
     return all(getattr(config, name) == value for name, value in defaults.items())
 
 
+def _is_mx(config: AttentionConfig) -> bool:
+    return config.recipe != "none" and RECIPES[config.recipe].granularity == "mx"
+
+
 def knows_sched_strategy() -> bool:
     """Whether the installed Triton takes sched_strategy (from 3.8 on; there async copy is also gfx950's default)."""
     import triton  # late: only rows that use the option need to know the version
@@ -108,6 +112,7 @@ LIMITS = (
         "maxnreg is 0 or a multiple of 8 from 24 to 255",
         lambda c, k, a: c.maxnreg == 0 or (24 <= c.maxnreg <= 255 and c.maxnreg % 8 == 0),
     ),
+    Limit("MX scales need gfx950's scaled matrix instructions", lambda c, k, a: a.name == "gfx950" or not _is_mx(c)),
     # An 8-bit dot sums at least 32 products on NVIDIA: over keys for P V.
     Limit("FP8 needs BLOCK_N >= 32", lambda c, k, a: a.vendor == "amd" or k.dtype != "fp8" or c.BLOCK_N >= 32),
     Limit("K and V tiles fit in shared memory", lambda c, k, a: lds_bytes(c, k, a.name) <= a.lds_bytes),

@@ -48,7 +48,7 @@ def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch,
     return {
         "VARLEN": shape.varlen, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "SOFTCAP": softcap > 0.0,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None,
-        "QK_QUANTISED": ops.qk_quantised, "V_QUANTISED": ops.v_quantised, "BLOCK_SCALES": ops.block_scales,
+        "QK_SCALES": ops.qk_scales, "V_SCALES": ops.v_scales,
         "QUANT_ROWS": QUANT_ROWS, "ROW_SHIFT": ops.row_shift is not None, "COL_BIAS": ops.col_bias is not None,
         "P_OFFSET": ops.p_offset, "V_TRANSPOSED": ops.v_transposed,
         "K_DESCRIPTOR": ops.k_descriptor, "V_DESCRIPTOR": ops.v_descriptor,
@@ -71,7 +71,9 @@ def prepare_operands(
     else:
         # FP8 inputs carry no means and no rotation: only the plain recipe describes them
         recipe = RECIPES["head" if descales else config.recipe]
-        if recipe.qk != "bf16" and arch.vendor == "nvidia":
+        if recipe.granularity == "mx":
+            shape = shape._replace(min_block_d=64)  # the scaled matrix instructions sum 64 products at least
+        elif recipe.qk != "bf16" and arch.vendor == "nvidia":
             shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
         run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift)
         ops = run.run(q, k, v, descales)

@@ -1,7 +1,7 @@
 """The fused quantisers: Q, K and V to FP8 with fp32 scales in one launch, no eager arithmetic around it.
 
-Granularity "block" needs one pass: a program reads QUANT_ROWS rows of one head, takes their maximum and writes them.
-"head" and "tensor" read the data once more before that, for the maxima that the scales come from.
+Scales of a block, of a row or of 32 neighbours in a row ("mx") need one pass: a program reads QUANT_ROWS rows of one
+head, takes the maxima and writes them. "head", "tensor" and "channel" read the data once more before that, for theirs.
 Buffers are padded with zeros to QUANT_ROWS rows and a power-of-two width, so that the attention kernel needs no masks.
 """
 
@@ -15,7 +15,8 @@ MIN_V_SCALE: tl.constexpr = tl.constexpr(2.0**-30)
 MIN_SCALE: tl.constexpr = tl.constexpr(1e-12)
 # Adding it to |x| <= 2**22 leaves x rounded to the nearest integer, ties to even, in the low bits.
 ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
-UNSPECIALISED = ("n_q", "n_k", "nheads", "nheads_k", "blocks_q", "blocks_k", "seqlen_q", "seqlen_k")
+MX_GROUP: tl.constexpr = tl.constexpr(32)  # channels that share a scale in the OCP microscaling formats
+UNSPECIALISED = ("first", "n_q", "n_k", "nheads", "nheads_k", "blocks_q", "blocks_k", "seqlen_q", "seqlen_k")
 
 
 @triton.jit
@@ -64,12 +65,12 @@ def block_amax(
     Q, K, V, amax,  # amax: fp32, one value a program: Q's, then K's, then V's
     cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
+    first, n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each block of QUANT_ROWS rows of one head."""
-    pid = tl.program_id(0)
+    """The largest magnitude of each block of QUANT_ROWS rows of one head, from block number `first` on."""
+    pid = first + tl.program_id(0)
     which, b, h, block, _ = _place(pid, n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
     if which == 0:
         _amax_of(Q, amax, pid, b, h, block, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
@@ -80,6 +81,23 @@ def block_amax(
     else:
         _amax_of(V, amax, pid, b, h, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k, seqlen_k,
                  VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("nheads_k", "blocks_k", "seqlen_k"))
+def channel_amax(
+    V, amax,  # fp32 (batch, nheads_k, CHUNKS, BLOCK_DV)
+    cu_seqlens_k, stride_vb, stride_vn, stride_vh, nheads_k, blocks_k, seqlen_k,
+    CHUNKS: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    QUANT_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each channel of one head of V, over every CHUNKS-th block of rows."""
+    bh, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    top = tl.zeros([BLOCK_DV], tl.float32)
+    for block in range(chunk, blocks_k, CHUNKS):
+        x, _, _ = _rows(V, bh // nheads_k, bh % nheads_k, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k,
+                        seqlen_k, VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
+        top = tl.maximum(top, tl.max(tl.abs(x), 0))
+    tl.store(amax + tl.cast(tl.program_id(0), tl.int64) * BLOCK_DV + tl.arange(0, BLOCK_DV), top)
 
 
 @triton.jit
@@ -189,40 +207,102 @@ def _rotate(x, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _extent(which, i, n_q, n_k, per_head, GRANULARITY: tl.constexpr):
+    """The values of block_amax that the scale of block i of a tensor comes from, [first, last)."""
+    first = tl.where(which == 0, 0, n_q + (which - 1) * n_k)
+    last = tl.where(which == 0, n_q, n_q + which * n_k)
+    if GRANULARITY == "head":
+        first += i // per_head * per_head
+        last = first + per_head
+    return first, last
+
+
+@triton.jit
+def _amax(
+    y, amax, amax_lo, amax_hi, b, h, heads,
+    BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, GRANULARITY: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The magnitudes that the scales come from: a number, (rows), (rows, groups) or (channels)."""
+    if GRANULARITY == "block":
+        top = tl.max(tl.abs(y))
+    elif GRANULARITY == "row":
+        top = tl.max(tl.abs(y), 1)
+    elif GRANULARITY == "mx":
+        top = tl.max(tl.reshape(tl.abs(y), [QUANT_ROWS, BLOCK_D // MX_GROUP, MX_GROUP]), 2)
+    elif GRANULARITY == "channel":
+        parts = amax + tl.cast(b * heads + h, tl.int64) * CHUNKS * BLOCK_D
+        top = tl.max(tl.load(parts + tl.arange(0, CHUNKS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]), 0)
+    else:
+        top = _max_of(amax, amax_lo, amax_hi)
+    return top
+
+
+@triton.jit
+def _scaled(y, scale, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, GRANULARITY: tl.constexpr):
+    inverse = 1.0 / scale
+    if GRANULARITY == "row":
+        y = y * inverse[:, None]
+    elif GRANULARITY == "mx":
+        y = tl.reshape(y, [QUANT_ROWS, BLOCK_D // MX_GROUP, MX_GROUP]) * inverse[:, :, None]
+        y = tl.reshape(y, [QUANT_ROWS, BLOCK_D])
+    elif GRANULARITY == "channel":
+        y = y * inverse[None, :]
+    else:
+        y = y * inverse
+    return y
+
+
+@triton.jit
+def _store_scale(
+    scale, descale, b, h, head, heads, out_block, rows8,
+    BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, GRANULARITY: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.cast(head, tl.int64) * rows8 + out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
+    if GRANULARITY == "block":
+        tl.store(descale + head * (rows8 // QUANT_ROWS) + out_block, scale)
+    elif GRANULARITY == "row":
+        tl.store(descale + offs_n, scale)
+    elif GRANULARITY == "mx":  # the biased exponent of a power of two is its e8m0
+        groups = tl.arange(0, BLOCK_D // MX_GROUP)
+        exponent = (tl.cast(scale, tl.int32, bitcast=True) >> 23).to(tl.uint8)
+        tl.store(descale + offs_n[:, None] * (BLOCK_D // MX_GROUP) + groups[None, :], exponent)
+    elif GRANULARITY == "channel":  # every block of the head writes the same
+        tl.store(descale + (b * heads + h) * BLOCK_D + tl.arange(0, BLOCK_D), scale)
+    elif GRANULARITY == "head":
+        tl.store(descale + b * heads + h, scale)
+    elif GRANULARITY == "tensor":
+        tl.store(descale, scale)
+
+
+@triton.jit
 def _write(
     y, X8, descale, amax, amax_lo, amax_hi, b, h, heads, out_block, rows8,
     VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
-    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Scale, round, clamp and store one block of one tensor, and its scale."""
-    scale = 1.0
-    if GRANULARITY == "block":
-        scale = tl.maximum(tl.max(tl.abs(y)) * (1.0 / TOP), MIN_SCALE)
-    elif GRANULARITY != "given":
-        scale = tl.maximum(_max_of(amax, amax_lo, amax_hi) * (1.0 / TOP), MIN_SCALE)
-    if IS_V and GRANULARITY != "given":  # rounded up to a power of two: e4m3 keeps its bits, changing units is exact
-        bits = (tl.cast(scale, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = tl.maximum(bits.to(tl.float32, bitcast=True), MIN_V_SCALE)
+    """Scale, round, clamp and store one block of one tensor, and its scales."""
+    head = h if VARLEN else b * heads + h
+    if GRANULARITY != "given":
+        top = _amax(y, amax, amax_lo, amax_hi, b, h, heads, BLOCK_D, QUANT_ROWS, GRANULARITY, CHUNKS)
+        scale = tl.maximum(top * (1.0 / TOP), MIN_SCALE)
+        if IS_V or GRANULARITY == "mx":  # up to a power of two: e4m3 keeps its bits, changing V's units is exact
+            bits = (tl.cast(scale, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            scale = tl.maximum(bits.to(tl.float32, bitcast=True), MIN_V_SCALE if IS_V else MIN_SCALE)
+        y = _scaled(y, scale, BLOCK_D, QUANT_ROWS, GRANULARITY)
+        _store_scale(scale, descale, b, h, head, heads, out_block, rows8, BLOCK_D, QUANT_ROWS, GRANULARITY)
     # The clamp is explicit: gfx950's cast does not saturate. NaN stays NaN.
-    y = tl.clamp(y * (1.0 / scale), -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.clamp(y, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
     if X8.dtype.element_ty == tl.int8:  # the sum's last mantissa bits are the nearest integer
         y = (y + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     else:
         y = y.to(X8.dtype.element_ty)
     offs_n = out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
     offs_d = tl.arange(0, BLOCK_D)
-    head = h if VARLEN else b * heads + h
     head8 = X8 + tl.cast(head, tl.int64) * BLOCK_D * rows8
     if TRANSPOSED:
         tl.store(head8 + offs_d[:, None] * rows8 + offs_n[None, :], tl.trans(y))
     else:
         tl.store(head8 + offs_n[:, None] * BLOCK_D + offs_d[None, :], y)
-    if GRANULARITY == "block":
-        tl.store(descale + head * (rows8 // QUANT_ROWS) + out_block, scale)
-    elif GRANULARITY == "head":
-        tl.store(descale + b * heads + h, scale)
-    elif GRANULARITY == "tensor":
-        tl.store(descale, scale)
 
 
 @triton.jit
@@ -274,16 +354,16 @@ def _smooth_k(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def quantize(
-    Q, K, V, Q8, K8, V8, q_descale, k_descale, v_descale, amax, q_means, k_means, equaliser,
+    Q, K, V, Q8, K8, V8, q_descale, k_descale, v_descale, amax, v_amax, q_means, k_means, equaliser,
     row_shift, col_bias, qk_scale,
     cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, rows8_q, rows8_k, seqlen_q, seqlen_k,
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr, QK: tl.constexpr,
-    QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_TRANSPOSED: tl.constexpr,
-    K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr, HADAMARD: tl.constexpr,
-    ROW_SHIFT: tl.constexpr,
+    QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_GRANULARITY: tl.constexpr,
+    V_TRANSPOSED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr,
+    HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Q, K and V in eight bits: X8 (batch, heads, rows8, width), V8 with the last two swapped if V_TRANSPOSED.
 
@@ -292,12 +372,6 @@ def quantize(
     FP8 already and only move to the padded layout.
     """
     which, b, h, block, i = _place(tl.program_id(0), n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
-    first = tl.where(which == 0, 0, n_q + (which - 1) * n_k)
-    last = tl.where(which == 0, n_q, n_q + which * n_k)
-    if GRANULARITY == "head":
-        per_head = tl.where(which == 0, blocks_q, blocks_k)
-        first += i // per_head * per_head
-        last = first + per_head
     if VARLEN:
         len_q = tl.load(cu_seqlens_q + b + 1) - tl.load(cu_seqlens_q + b)
         len_k = tl.load(cu_seqlens_k + b + 1) - tl.load(cu_seqlens_k + b)
@@ -308,9 +382,11 @@ def quantize(
         x, out_block, _ = _rows(V, b, h, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k, seqlen_k,
                                 VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
         if block * QUANT_ROWS < len_k:
-            _write(x, V8, v_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, GRANULARITY, True, V_TRANSPOSED)  # fmt: skip
+            first, last = _extent(which, i, n_q, n_k, blocks_k, V_GRANULARITY)
+            _write(x, V8, v_descale, v_amax, first, last, b, h, nheads_k, out_block, rows8_k,
+                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, True, V_TRANSPOSED, CHUNKS)  # fmt: skip
     elif QK:
+        first, last = _extent(which, i, n_q, n_k, tl.where(which == 0, blocks_q, blocks_k), GRANULARITY)
         if which == 0:
             x, out_block, _ = _rows(Q, b, h, block, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
                                     VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
@@ -319,7 +395,7 @@ def quantize(
                               rows8_q, offs < len_q, Q_MEAN, EQUALISE, HADAMARD, ROW_SHIFT, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
                 _write(x, Q8, q_descale, amax, first, last, b, h, nheads, out_block, rows8_q,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False)  # fmt: skip
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, CHUNKS)  # fmt: skip
         else:
             x, out_block, _ = _rows(K, b, h, block, stride_kb, stride_kn, stride_kh, cu_seqlens_k, seqlen_k,
                                     VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
@@ -328,4 +404,4 @@ def quantize(
                               rows8_k, offs < len_k, K_MEAN, Q_MEAN, EQUALISE, HADAMARD, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
                 _write(x, K8, k_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False)  # fmt: skip
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, CHUNKS)  # fmt: skip
