@@ -393,9 +393,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
-    torch.set_num_threads(
-        1
-    )  # certificates are made of small tensors: two threads on two busy cores took 26 times as long
+    torch.set_num_threads(1)  # certificates come from small tensors: two threads on busy cores took 26 times as long
     cells, failed = cells_of(given.seq_lens, given.head_dims), 0
     skus = given.sku or SKUS
     for arch in dict.fromkeys(DEVICES[sku].arch for sku in skus):
