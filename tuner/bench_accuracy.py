@@ -116,6 +116,7 @@ def _how(qkv: Sequence[torch.Tensor], name: str, causal: bool) -> tuple[dict, st
     config = why.config or default_config(arch, why.call.key)
     recipe = name if name in RECIPES else why.call.preset or config.recipe
     config = dataclasses.replace(config, recipe=recipe)
+    precision = "bf16" if recipe == "none" else precision  # where FP8 was timed to be no faster
     reason = broken_limit(config, why.call.key, arch) if why.device else None
     return {"precision": precision, "config": config}, arch, reason
 

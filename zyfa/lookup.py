@@ -67,6 +67,7 @@ class _Table(NamedTuple):
 
 
 _chosen: dict[tuple[str, Cell, str], Choice] = {}
+generation = 0  # of the choices: counts up when some are taken back, so that nobody goes on with them
 _warned: dict[str, object] = {}
 
 
@@ -124,6 +125,7 @@ def withdraw(key: AttentionKey, device: Device, error: Exception, recipe: str = 
     For this process, the cell and the named recipe only; one warning. A compiler other than the row's may refuse what
     that one compiled.
     """
+    global generation
     at = device.sku_key, cell_of(key), recipe
     failed = _chosen.get(at)
     if failed is None or failed.row is None:
@@ -133,16 +135,19 @@ def withdraw(key: AttentionKey, device: Device, error: Exception, recipe: str = 
     default = default_config(device.arch, key)
     default = dataclasses.replace(default, recipe=recipe or default.recipe)
     _chosen[at] = Choice(default, "default", "none", None, None, (*failed.misses, told))
+    generation += 1
     _warn(str(failed.database), f"a config failed to launch and the default runs instead: {reason}")
     return True
 
 
 def reset() -> None:
     """Forgets choices, tables and given warnings: files and environment are read again."""
+    global generation
     _chosen.clear()
     _warned.clear()
     _table.cache_clear()
     running.cache_clear()
+    generation += 1
 
 
 def user_db_path(device: Device) -> Path:

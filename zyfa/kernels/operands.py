@@ -148,19 +148,17 @@ class Quantiser(NamedTuple):
             self._scales_per_head(shape.rows8_k, shape.block_dv, v),
         )
 
-    def _descales(self, q, qk: str, v: str) -> tuple[torch.Tensor, ...]:
-        """Room for the scales of Q, K and V: fp32, one allocation; of Q and K in uint8 (e8m0) for "mx"."""
+    def _descales(self, q, qk: str, v: str) -> tuple[torch.Tensor | None, ...]:
+        """Room for the scales of Q, K and V, fp32, of Q and K e8m0 for "mx"; None where there are none to write."""
         shape, folded = self.shape, 1 if self.shape.varlen else self.shape.batch
-        heads = (shape.nheads, shape.nheads_k, shape.nheads_k)
         kinds = ("none" if self.recipe.qk == "bf16" else qk,) * 2 + (v,)
-        sizes = [
-            0 if kind in ("given", "none") else n * h * (shape.batch if kind in ("head", "channel") else folded) or 1
-            for kind, n, h in zip(kinds, self._descale_strides(qk, v), heads, strict=True)
-        ]  # fmt: skip
-        if qk == "mx":
-            q_mx, k_mx = self._empty(sizes[0] + sizes[1], dtype=torch.uint8, like=q).split(sizes[:2])
-            return q_mx, k_mx, self._empty(sizes[2], like=q)
-        return self._empty(sum(sizes), like=q).split(sizes)
+        heads = (shape.nheads, shape.nheads_k, shape.nheads_k)
+        found: list[torch.Tensor | None] = []
+        for kind, per_head, n in zip(kinds, self._descale_strides(qk, v), heads, strict=True):
+            count = per_head * n * (shape.batch if kind in ("head", "channel") else folded) or 1
+            dtype = torch.uint8 if kind == "mx" else torch.float32
+            found.append(None if kind in ("given", "none") else self._empty(count, dtype=dtype, like=q))
+        return tuple(found)
 
     def _magnitudes(self, q, k, v, qk: str, by: str, counts, common) -> tuple[torch.Tensor | None, ...]:
         """What the scales of Q and K, and of V, come from where that takes a pass of its own, else None."""
