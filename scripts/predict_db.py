@@ -20,164 +20,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
+from predict_builds import GROUPED, RECIPES, Builds, Family, Known, builds_of, families, tile, toolchain
 
 from zyfa.archs import default_config
 from zyfa.config import AttentionConfig, AttentionKey, Cell, cell_of
 from zyfa.device import device_of_sku
-from zyfa.kernels import kernel_hash
-from zyfa.recipes import PRESETS
-from zyfa.toolchain import triton_version
 from zyfa.tuner.certificate import certify, emulation
-from zyfa.tuner.compile import Build, CompileFarm, _loop_of, specialisation
+from zyfa.tuner.compile import CompileFarm, specialisation
 from zyfa.tuner.facts import Facts
-from zyfa.tuner.gate import gate
 from zyfa.tuner.lengths import parse_numbers, parse_seq_lens
 from zyfa.tuner.model import DEVICES, MODEL_VERSION, Prediction, predict
 from zyfa.tuner.plan import key_of
-from zyfa.tuner.space import MAX_RECIPE_ERROR, broken_rule, seeds
+from zyfa.tuner.space import MAX_RECIPE_ERROR, broken_rule
 from zyfa.tuning_db.certificates import Certificate, Licence, Stored
-from zyfa.tuning_db.content import Content, Crown, Record, Seat, read_content, write_content
+from zyfa.tuning_db.content import Content, Crown, Record, Seat, write_content
 from zyfa.tuning_db.portfolio import portfolio
 from zyfa.tuning_db.reader import DATA, granularity_of
-from zyfa.tuning_db.schema import Toolchain
 
 SKUS = ("mi355x", "mi350x", "mi325x", "mi300x")
 HEADS = ((8, 2), (32, 8), (64, 8), (128, 32))  # batch 1; a lookup finds the nearest of other counts and ratios
-RECIPES = tuple(PRESETS.values())  # each has its best in a cell's front; those within the error bound may win
 TIE = 0.03  # of two predictions: far below what the model can tell apart
 KERNELS = 64  # that all cells of a GPU share at most
 KEPT = 2  # tied kernels beside the winner
 PRICED = 3  # builds of a loop for which every recipe and head_group is priced
 GROUPS = (0, 1, 4, 8)
-TURNED = 3  # best tiles of which neighbours are compiled
-GROUPED = 8  # the head_group that is compiled for all that are not 0: they share their loops
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"num_stages": 2}, {"num_stages": 3}, {"waves_per_eu": 2}, {"async_copy": 1}, {"head_group": GROUPED},
-)  # fmt: skip
 LIMIT_S = 60.0  # of one build: what takes longer spills
-FIELDS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-
-
-class Family(NamedTuple):
-    """Calls that one build serves: all lengths and head counts of a dtype, mask and head dim, and one recipe's loop."""
-
-    dtype: str
-    head_dim: int
-    causal: bool
-    recipes: tuple[str, ...]
-
-    def key(self, seqlen: int = 4096, nheads: int = 32, nheads_k: int = 8) -> AttentionKey:
-        return AttentionKey(self.dtype, self.head_dim, self.head_dim, nheads, nheads_k, 1, seqlen, seqlen, self.causal)
-
-
-def families(head_dims: Sequence[int]) -> list[Family]:
-    """BF16, and FP8 once for every loop that its recipes compile to."""
-    loops: dict[tuple, list[str]] = defaultdict(list)
-    for recipe in RECIPES:
-        loops[_loop_of(recipe)].append(recipe)
-    of_dtype = [("bf16", ("none",)), *(("fp8", tuple(recipes)) for recipes in loops.values())]
-    return [
-        Family(dtype, d, causal, recipes) for d in head_dims for causal in (True, False) for dtype, recipes in of_dtype
-    ]
-
-
-# --- builds -----------------------------------------------------------------------------------------------------------
-
-
-def tiles(family: Family, arch: str, most: int) -> list[AttentionConfig]:
-    """Known good starting points, then legal tiles with one stage, each the farthest from all before it.
-
-    Deeper pipelines spill more and take up to 20 times as long to compile; they are tried on the best tiles only.
-    """
-    key, recipe = family.key(), family.recipes[0]
-    known = [replace(config, recipe=recipe) for config in seeds(key, arch, (recipe,)) if config.num_stages <= 2]
-    legal = [config for config in _plain_tiles(recipe) if broken_rule(config, key, arch) is None]
-    chosen = [config for config in dict.fromkeys(known) if broken_rule(config, key, arch) is None][:most]
-    while len(chosen) < most and (left := [config for config in legal if config not in chosen]):
-        chosen.append(max(left, key=lambda config: (min(_apart(config, c) for c in chosen), _tile(config))))
-    return chosen
-
-
-def _plain_tiles(recipe: str) -> list[AttentionConfig]:
-    space = itertools.product((64, 128, 256), (32, 64, 128), (2, 4, 8))
-    return [AttentionConfig(m, n, warps, 1, recipe=recipe) for m, n, warps in space]
-
-
-def _tile(config: AttentionConfig) -> tuple[int, ...]:
-    return tuple(getattr(config, name) for name in FIELDS)
-
-
-def _apart(one: AttentionConfig, two: AttentionConfig) -> float:
-    return sum(abs(math.log2(a / b)) for a, b in zip(_tile(one), _tile(two), strict=True))
-
-
-def neighbours(config: AttentionConfig, family: Family, arch: str) -> list[AttentionConfig]:
-    """The config with one knob turned that a tile does not hold."""
-    turned = [replace(config, **change) for change in VARIANTS]
-    return [c for c in turned if c != config and broken_rule(c, family.key(), arch) is None]
-
-
-Builds = dict[AttentionConfig, Facts]
-Submit = Callable[[AttentionKey, AttentionConfig], "Future[Build]"]
-
-
-class Known:
-    """Compiles, unless a file that was made with the same kernels and the same Triton has the facts already."""
-
-    def __init__(self, farm: CompileFarm, files: Iterable[Path]):
-        self._farm, self.found = farm, 0
-        self._facts: dict[tuple, Facts] = {}
-        for path in files:
-            for record in read_content(path).trials if path.exists() else ():
-                config = AttentionConfig.from_json(record.config)
-                if record.toolchain == toolchain() and record.facts != "{}":
-                    same = specialisation(record.key, config, farm.arch)
-                    self._facts[same] = Facts.from_dict(json.loads(record.facts))
-
-    def submit(self, key: AttentionKey, config: AttentionConfig) -> "Future[Build]":
-        facts = self._facts.get(specialisation(key, config, self._farm.arch))
-        if facts is None:
-            return self._farm.submit(key, config)
-        self.found += 1
-        done: Future[Build] = Future()
-        done.set_result(Build(facts, None, 0.0))
-        return done
-
-
-def builds_of(wanted: Sequence[Family], arch: str, submit: Submit, most: int) -> dict[Family, Builds]:
-    """What of each family compiles and passes the gate: `most` tiles, then neighbours of the best."""
-    found = _compiled({family: tiles(family, arch, most) for family in wanted}, arch, submit)
-    more = {}
-    for family, builds in found.items():
-        ms = {c: predict(facts, family.key(), c, _any_device(arch)).ms for c, facts in builds.items()}
-        best = sorted(ms, key=ms.__getitem__)[:TURNED]
-        around = itertools.chain.from_iterable(neighbours(config, family, arch) for config in best)
-        more[family] = [config for config in dict.fromkeys(around) if config not in builds]
-    for family, builds in _compiled(more, arch, submit).items():
-        found[family] |= builds
-    return found
-
-
-def _any_device(arch: str):
-    return next(device for device in DEVICES.values() if device.arch == arch)
-
-
-def _compiled(wanted: dict[Family, list[AttentionConfig]], arch: str, submit: Submit) -> dict[Family, Builds]:
-    jobs = [(family, c, submit(family.key(), c)) for family, configs in wanted.items() for c in configs]
-    found: dict[Family, Builds] = {family: {} for family in wanted}
-    for family, config, future in jobs:
-        facts = future.result().facts
-        if facts is not None and facts.loops and gate(facts, family.key(), config, arch) is None:
-            found[family][config] = facts
-    return found
 
 
 # --- one cell ---------------------------------------------------------------------------------------------------------
@@ -217,7 +91,7 @@ def price(cell: Cell, found: dict[Family, Builds], sku: str) -> Priced:
         fitting = {c: f for c, f in builds.items() if not c.head_group and _same_code(c, key, family, device.arch)}
         ms = {c: predict(facts, key, c, device).ms for c, facts in fitting.items()}
         default = default_config(device.arch, key)
-        for config in sorted(ms, key=ms.__getitem__)[:PRICED] + [c for c in ms if _tile(c) == _tile(default)]:
+        for config in sorted(ms, key=ms.__getitem__)[:PRICED] + [c for c in ms if tile(c) == tile(default)]:
             for recipe, group in itertools.product(family.recipes, GROUPS):
                 turned = replace(config, recipe=recipe, head_group=group)
                 facts = builds.get(replace(config, head_group=GROUPED if group else 0))
@@ -260,10 +134,6 @@ def _best_each(ms: dict[AttentionConfig, float]) -> dict[str, AttentionConfig]:
 # --- one database -----------------------------------------------------------------------------------------------------
 
 Records = dict[AttentionConfig, Record]
-
-
-def toolchain() -> Toolchain:
-    return Toolchain(kernel_hash(), triton_version(), "", "")
 
 
 def content_of(sku: str, cells: dict[Cell, Priced], day: str, proofs: Sequence[Certificate]) -> Content:
@@ -309,7 +179,7 @@ def _chosen(able: Records, shared: dict[str, int]) -> tuple[AttentionConfig, lis
     ms = {c: r.ms or math.inf for c, r in able.items()}
     limit = (1 + TIE) * min(ms.values())
     tied = sorted((c for c in ms if ms[c] <= limit), key=lambda c: (shared.get(c.to_json(), KERNELS), ms[c]))
-    others = [c for c in tied[1:] if _tile(c) != _tile(tied[0])]
+    others = [c for c in tied[1:] if tile(c) != tile(tied[0])]
     return tied[0], others[:KEPT]
 
 

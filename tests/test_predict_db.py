@@ -21,7 +21,7 @@ from zyfa.tuning_db.certificates import Certificate
 from zyfa.tuning_db.content import read_content, write_content
 from zyfa.tuning_db.reader import read
 
-predict_db = script("predict_db")
+predict_db, predict_builds = script("predict_db"), script("predict_builds")
 DAY = "2026-11-30"
 NAME = "amd-gfx950-mi355x-cu256.sqlite"
 
@@ -66,12 +66,12 @@ def test_recipes_that_compile_to_one_loop_are_one_family():
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_tiles_are_legal_different_and_hold_the_default(arch, head_dim):
     for family in predict_db.families((head_dim,)):
-        chosen = predict_db.tiles(family, arch, 6)
+        chosen = predict_builds.tiles(family, arch, 6)
         default = dataclasses.replace(default_config(arch, family.key()), recipe=family.recipes[0])
         assert default in chosen or broken_rule(default, family.key(), arch)
         assert len(set(chosen)) == len(chosen) <= 6 and all(c.num_stages <= 2 for c in chosen)
         assert all(broken_rule(config, family.key(), arch) is None for config in chosen)
-        for near in predict_db.neighbours(chosen[0], family, arch):
+        for near in predict_builds.neighbours(chosen[0], family, arch):
             assert broken_rule(near, family.key(), arch) is None and near != chosen[0]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ CONFIGS = [AttentionConfig(m, n, 4, stages) for m in (64, 128) for n in (64, 128
 
 
 def script(name):
+    """A module of scripts/, which may import its neighbours as it does when it is run."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.append(str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
