@@ -100,7 +100,7 @@ def outcome(tmp_path_factory):
     said: list[str] = []
     with Store(path, device_of_sku("mi355x")) as store:
         store._db.execute("PRAGMA synchronous = OFF")
-        gpu = SimulatedGpu(wrong=(PRESETS["fast"],))
+        gpu = SimulatedGpu(wrong=(PRESETS["per_tensor"],))
         hour = Hour("mi355x", "gfx950", compiles, gpu, simulated_probe, store, TOOLS, said.append)
         return hour.run(checks, KEYS), path, said
 
@@ -143,9 +143,9 @@ def test_every_trial_of_the_kit_is_stored_and_can_be_merged(outcome):
 def test_a_wrong_preset_is_named(outcome):
     hour, _, said = outcome
     wrong = [name for name, result in hour.checks.items() if result.outcome == "wrong"]
-    assert wrong == ["fp8:fast causal d128 h8:2"]
+    assert wrong == ["fp8:per_tensor causal d128 h8:2"]
     text = "\n".join(lines(hour, "amd/gfx950/mi355x/cu256"))
-    assert "5 of 6 calls of the self-test are right" in text and "fp8:fast causal d128 h8:2: wrong" in text
+    assert "5 of 6 calls of the self-test are right" in text and "fp8:per_tensor causal d128 h8:2: wrong" in text
     assert any("5 of 6 are right" in line for line in said)
 
 

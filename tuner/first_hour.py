@@ -39,6 +39,7 @@ KIT = Repeats(10.0, 5, 30, 40.0)
 LIMIT_S = 120.0  # of one config, its compile included where the cache missed
 MAX_ERROR = 2.0
 SAMPLE = 48  # configs of a shape that are compiled and predicted, of which the kit takes 24
+RECIPES = tuple(PRESETS[name] for name in ("balanced", "accurate", "fast"))  # of the kit's FP8 shapes
 EACH = 8  # of the kit: predicted best, in between, and poor (grade C or discarded)
 # What the kit fits: the numbers that no probe gives, and the overlap, which a probe only starts.
 FITTED = (
@@ -172,8 +173,10 @@ class Hour:
 
     def _predicted(self, key: AttentionKey) -> list["Candidate"]:
         """A sample of the space, the seeds in it, that compiled to code with loops."""
-        every = list(candidates(key, self._arch))
-        configs = list(dict.fromkeys([*seeds(key, self._arch), *self._random.sample(every, min(SAMPLE, len(every)))]))
+        every = list(candidates(key, self._arch, RECIPES))
+        configs = list(
+            dict.fromkeys([*seeds(key, self._arch, RECIPES), *self._random.sample(every, min(SAMPLE, len(every)))])
+        )
         builds = [(config, self._compile(key, config)) for config in configs[:SAMPLE]]
         known = []
         for config, build in builds:

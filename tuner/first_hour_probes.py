@@ -67,11 +67,8 @@ class Found(NamedTuple):
 
     def applied(self, fit: Fit, clock_ghz: float) -> Fit:
         """The fit with what was found; clock_ghz: of the data sheet."""
-        fraction = min(1.0, self.clock_ghz / clock_ghz)
-        overlap = (self.overlap[0], self.overlap[1], self.overlap[2])
-        return fit._replace(
-            exp=(self.exp, self.exp), overlap=overlap, clock_fraction=fraction, launch_ms=self.launch_ms
-        )
+        fraction, exp = min(1.0, self.clock_ghz / clock_ghz), (self.exp, self.exp)
+        return fit._replace(exp=exp, overlap=self.overlap, clock_fraction=fraction, launch_ms=self.launch_ms)
 
 
 def found(probe: Probe, arch: str) -> Found:

@@ -46,7 +46,7 @@ def run(options: Options, device: Device, gpus: tuple[int, ...], console: Consol
     """The hour on the first of the GPUs; returns the exit code."""
     if device.sku not in DEVICES:
         raise click.UsageError(f"--first-hour knows {', '.join(DEVICES)}, not {device.sku}")
-    begun, path = time.monotonic(), options.db or user_db_path(device)
+    begun, path, folder = time.monotonic(), options.db or user_db_path(device), options.out or FOLDER
     tools = session._toolchain("measure")
     pool, farm = WorkerPool(gpus[:1], device.arch), session.LazyFarm(device.arch, "measure")
     stop.at_once = lambda: [part.close() for part in (pool, farm)]
@@ -59,12 +59,11 @@ def run(options: Options, device: Device, gpus: tuple[int, ...], console: Consol
             hour = Hour(device.sku, device.arch, farm.submit, pool, lambda: probe(gpus[0], device.arch), store, tools,
                         say, stop.requested, options.seed)  # fmt: skip
             outcome = hour.run()
+            store.export(folder / f"{device.db_name}.sqlite")
     finally:
         pool.close()
         farm.close()
-    folder = options.out or FOLDER
     head = {"sku": device.sku_key, "model_version": MODEL_VERSION, **tools._asdict(), "names": dict(device.names)}
-    folder.mkdir(parents=True, exist_ok=True)
     report = folder / f"{device.db_name}.json"
     report.write_text(json.dumps(to_dict(outcome, head), indent=1) + "\n", encoding="utf-8")
     for line in lines(outcome, device.sku_key):
