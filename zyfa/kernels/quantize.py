@@ -192,9 +192,12 @@ def _rotate(x, BLOCK_D: tl.constexpr):
 def _write(
     y, X8, descale, amax, amax_lo, amax_hi, b, h, heads, out_block, rows8,
     VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
-    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Scale, round, clamp and store one block of one tensor, and its scale."""
+    """Scale, round, clamp and store one block of one tensor, and its scale.
+
+    INTERLEAVED: each 16 rows in the order in which lanes of attn_gluon hold columns of P: 8i + 2t + j at 4t + 2i + j.
+    """
     scale = 1.0
     if GRANULARITY == "block":
         scale = tl.maximum(tl.max(tl.abs(y)) * (1.0 / TOP), MIN_SCALE)
@@ -214,7 +217,11 @@ def _write(
     head = h if VARLEN else b * heads + h
     head8 = X8 + tl.cast(head, tl.int64) * BLOCK_D * rows8
     if TRANSPOSED:
-        tl.store(head8 + offs_d[:, None] * rows8 + offs_n[None, :], tl.trans(y))
+        y = tl.trans(y)
+        if INTERLEAVED:
+            y = tl.permute(tl.reshape(y, [BLOCK_D, QUANT_ROWS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+            y = tl.reshape(y, [BLOCK_D, QUANT_ROWS])
+        tl.store(head8 + offs_d[:, None] * rows8 + offs_n[None, :], y)
     else:
         tl.store(head8 + offs_n[:, None] * BLOCK_D + offs_d[None, :], y)
     if GRANULARITY == "block":
@@ -282,6 +289,7 @@ def quantize(
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr, QK: tl.constexpr,
     QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_TRANSPOSED: tl.constexpr,
+    V_INTERLEAVED: tl.constexpr,
     K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr, HADAMARD: tl.constexpr,
     ROW_SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -309,7 +317,7 @@ def quantize(
                                 VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
         if block * QUANT_ROWS < len_k:
             _write(x, V8, v_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, GRANULARITY, True, V_TRANSPOSED)  # fmt: skip
+                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, GRANULARITY, True, V_TRANSPOSED, V_INTERLEAVED)  # fmt: skip
     elif QK:
         if which == 0:
             x, out_block, _ = _rows(Q, b, h, block, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
@@ -319,7 +327,7 @@ def quantize(
                               rows8_q, offs < len_q, Q_MEAN, EQUALISE, HADAMARD, ROW_SHIFT, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
                 _write(x, Q8, q_descale, amax, first, last, b, h, nheads, out_block, rows8_q,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False)  # fmt: skip
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False)  # fmt: skip
         else:
             x, out_block, _ = _rows(K, b, h, block, stride_kb, stride_kn, stride_kh, cu_seqlens_k, seqlen_k,
                                     VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
@@ -328,4 +336,4 @@ def quantize(
                               rows8_k, offs < len_k, K_MEAN, Q_MEAN, EQUALISE, HADAMARD, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
                 _write(x, K8, k_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False)  # fmt: skip
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False)  # fmt: skip

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGN = 256  # bytes between the parts of a workspace, as torch's allocator aligns: specialisations still hold
 
@@ -61,9 +60,9 @@ class _Address:
         return self._address
 
 
-def _rebased(descriptor: TensorDescriptor, address: int) -> TensorDescriptor:
+def _rebased(descriptor, address: int):
     """The descriptor at another address; its constructor would check again what the recorded one has passed."""
-    new = object.__new__(TensorDescriptor)
+    new = object.__new__(type(descriptor))
     new.__dict__.update(descriptor.__dict__, base=_Address(address))
     return new
 
@@ -91,7 +90,7 @@ class Plan:
     def _step(self, launch: Launch):
         args, moving = list(launch.args), []
         for i, x in enumerate(args):
-            if isinstance(x, TensorDescriptor):
+            if hasattr(x, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
                 moving.append((i, *self._place(x.base), _rebased(x, 0)))
             elif isinstance(x, torch.Tensor):
                 moving.append((i, *self._place(x), None))
