@@ -6,6 +6,7 @@ import sqlite3
 
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.device import device_of_sku
+from zyfa.tuning_db.certificates import Certificate, add_certificate
 from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Store
 
@@ -18,16 +19,23 @@ def a_key(seqlen=2048, *, dtype="bf16", head_dim=128, nheads=32, nheads_k=8, bat
     return AttentionKey(dtype, head_dim, head_dim, nheads, nheads_k, batch, seqlen, seqlen_k or seqlen, causal)
 
 
-def add_ok(store, key, config=CONFIG, ms=1.0, trust="measured", toolchain=TOOLS, win=True, **more):
-    """Adds an ok trial, makes it the winner unless told otherwise, and returns its id."""
+def add_ok(store, key, config=CONFIG, ms=1.0, trust="measured", toolchain=TOOLS, win=True, certified=True, **more):
+    """Adds an ok trial, makes it the winner, certifies its recipe unless told otherwise, and returns its id."""
     samples = (ms, ms) if trust == "measured" else ()
     rel_err = 0.002 if trust == "measured" else None
     trial = store.add_trial(
         key, toolchain, config, outcome="ok", trust=trust, ms=ms, samples=samples, rel_err=rel_err, **more
     )
+    if certified and key.dtype == "fp8":
+        add_certificate(store, toolchain, trust, a_certificate(config.recipe, key))
     if win:
         store.set_winner(trial, confidence="A", trials=1)
     return trial
+
+
+def a_certificate(recipe, key=None, errors=None):
+    key = key or a_key(dtype="fp8")
+    return Certificate(recipe, key.head_dim, key.head_dim_v, key.causal, errors or {"normal": (0.03, 0.04)})
 
 
 def make_db(path, *winners, device=H200):
@@ -54,7 +62,7 @@ def backdate(path, toolchain, when):
     damage(path, f"UPDATE winners SET tuned_at = '{when}' WHERE toolchain = {toolchain}")
     with Store(path) as store:
         for (trial,) in store._db.execute("SELECT trial FROM winners").fetchall():
-            store._seal(trial)
+            store._seal("winners", trial)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,6 @@ from zyfa.tuner.cli import main
 
 if __name__ == "__main__":
     farm = FakeFarm(0.3)
-    session._tools = lambda device, method, lazy, recipes: make_tools(farm)
+    session._tools = lambda device, method, lazy, axis: make_tools(farm)
     print("loaded", file=sys.stderr, flush=True)
     main()

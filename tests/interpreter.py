@@ -143,6 +143,12 @@ def repair() -> None:
     def create_dot(self, a, b, d, *precision):
         return dot(self, to_fp32(a), to_fp32(b), d, *precision)
 
+    def create_dot_scaled(self, a, a_scale, _, b, b_scale, __, *rest):
+        """e4m3 operands, e8m0 scales of 32 neighbours along the sum: a (M, K), (M, K / 32), b (K, N), (N, K / 32)."""
+        scales = (np.exp2(scale.data.astype("float32") - 127).repeat(32, 1) for scale in (a_scale, b_scale))
+        a, b = to_fp32(a).data * next(scales), to_fp32(b).data * next(scales).T
+        return interpreter.TensorHandle(a @ b + rest[-1].data, tl.float32)
+
     def in_fp32(method, arity):
         def wrapper(self, *args):
             dtype = args[0].dtype.scalar
@@ -166,6 +172,7 @@ def repair() -> None:
     interpreter._convert_float = convert_float
     interpreter._patch_lang_core = patch_lang_core
     builder.create_dot = create_dot
+    builder.create_dot_scaled = create_dot_scaled
     builder.binary_op = in_fp32(builder.binary_op, 2)
     builder.unary_op = in_fp32(builder.unary_op, 1)
     builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)

@@ -16,7 +16,7 @@ from zyfa.device import device_of_sku
 from zyfa.reference import attention_ref, relative_error
 from zyfa.tuner import bench_cli, bench_speed, peers
 from zyfa.tuner.bench_accuracy import fault, measure, samples_in, samples_of
-from zyfa.tuner.bench_speed import Effort, measure_overhead, rows_of, time_side_by_side
+from zyfa.tuner.bench_speed import Effort, rows_of, time_side_by_side
 from zyfa.tuner.inputs import CHECKOUT_ACTIVATIONS, Shape, normal
 from zyfa.tuner.peers import Contender, PeerSkipped
 from zyfa.tuner.timing import Timing
@@ -318,21 +318,6 @@ def test_speed_writes_the_contract_form_and_names_who_is_missing(monkeypatch, tm
     assert "2.00" in result.output and "sdpa-cudnn skipped: no GPU" in result.output
 
 
-def test_overhead_counts_calls_and_waits_between_loops():
-    events = []
-    calls = {"a": lambda: events.append("a"), "b": lambda: events.append("b")}
-    results = measure_overhead(calls, number=5, loops=3, wait=lambda: events.append("|"))
-    assert events.count("a") == events.count("b") == 5 * (1 + 3) and events.count("|") == 2 * (1 + 3)
-    assert [r.name for r in results] == ["a", "b"] and all(0 < r.us_lo <= r.us <= r.us_hi for r in results)
-
-
-def test_overhead_compares_the_same_call(sets):
-    calls = bench_speed.overhead_calls(sets[0])
-    ref = attention_ref(*sets[0], causal=True)
-    assert relative_error(calls["zyfa bf16"](), ref) < 0.01 < relative_error(calls["zyfa fp8"](), ref)
-    assert relative_error(calls["torch SDPA bf16"]().transpose(1, 2), ref) < 0.01
-
-
 def pretend_gpu(monkeypatch, tuned):
     """explain() as on an H200 whose database holds `tuned` for every call; calls still run on the CPU."""
 
@@ -386,8 +371,6 @@ def test_speed_on_a_gpu(tmp_path):
 
 
 @pytest.mark.gpu
-def test_accuracy_and_overhead_on_a_gpu():
+def test_accuracy_on_a_gpu():
     result = bench("accuracy", "--device", "cuda")
     assert result.exit_code == 0, result.output
-    result = bench("overhead")
-    assert result.exit_code == 0 and "SDPA" in result.output, result.output

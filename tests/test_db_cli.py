@@ -59,7 +59,7 @@ def test_show_selects_and_prints_csv(db):
 
 def test_info(db):
     (info,) = json.loads(zyfa_db("info", "--json", db).stdout)
-    assert info["sku"] == H200.sku_key and info["schema"] == 1 and info["bytes"] == db.stat().st_size
+    assert info["sku"] == H200.sku_key and info["schema"] == 2 and info["bytes"] == db.stat().st_size
     assert (info["cells"], info["configs"], info["trials"]) == (2, 1, 3)
     assert info["outcomes"] == {"ok": 2, "gated": 1} and info["winners"] == {"measured": 1, "predicted": 1}
     assert info["toolchains"] == [list(TOOLS)]

@@ -6,11 +6,12 @@ from helpers import assert_correct, make_qkv
 
 import zyfa
 from zyfa.config import AttentionConfig
+from zyfa.limits import _gluon_scales
 from zyfa.recipes import RECIPES
 from zyfa.reference import attention_ref, relative_error
 
 pytestmark = pytest.mark.gpu
-FP8 = [recipe.name for recipe in RECIPES.values() if not recipe.q_mean]
+FP8 = [recipe.name for recipe in RECIPES.values() if _gluon_scales(recipe)]
 
 
 @pytest.fixture(autouse=True)

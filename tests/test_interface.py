@@ -6,7 +6,7 @@ from helpers import assert_correct, make_qkv
 
 import zyfa
 from zyfa.device import Device
-from zyfa.interface import _check_fp8, _with_recipe
+from zyfa.interface import _check_fp8
 from zyfa.recipes import PRESETS
 from zyfa.reference import attention_ref, emulate, relative_error
 
@@ -191,12 +191,3 @@ def test_a_call_that_needs_gradients_raises():
 def test_explain_says_that_cpu_tensors_ask_no_database():
     q, k, v = make_qkv(1, 8, 8, 2, 1, 32)
     assert "no database is asked" in str(zyfa.explain(q, k, v, causal=True))
-
-
-def test_a_preset_on_a_tile_tuned_for_another_recipe():
-    """16-bit K tiles are twice as large: one stage fewer, never none; the other way nothing changes."""
-    tuned = zyfa.AttentionConfig(64, 128, 4, 3, recipe="block-kmean-qmean")
-    assert _with_recipe(tuned, "bf16qk") == zyfa.AttentionConfig(64, 128, 4, 2, recipe="bf16qk")
-    assert _with_recipe(tuned, "tensor").num_stages == 3
-    assert _with_recipe(zyfa.AttentionConfig(64, 128, 4, 1, recipe="block"), "bf16qk").num_stages == 1
-    assert _with_recipe(zyfa.AttentionConfig(64, 128, 4, 2, recipe="bf16qk"), "int8-kmean").num_stages == 2

@@ -67,16 +67,24 @@ def test_every_head_reads_its_own_keys(interpret, nheads, nheads_k, head_group):
 @pytest.mark.parametrize("arch", ["gfx950", "gfx942", "sm90"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_follow_their_emulation(interpret, recipe, arch):
+    if RECIPES[recipe].granularity == "mx" and arch == "gfx942":
+        pytest.skip("gfx942 has no scaled matrix instructions, and its FP8 is another")
     q, k, v = make_qkv(2, 150, 300, 4, 2, 64)
     out, lse = run(interpret, q, k, v, config(recipe), arch, causal=True)
     base, base_lse = emulate(q, k, v, recipe, arch=arch, causal=True, return_lse=True)
     assert_correct(out, q, k, v, recipe, arch, causal=True)
     # far closer to the emulation than to the truth: it is the same arithmetic, not merely as exact
     assert relative_error(out, base) < 0.5 * relative_error(base, attention_ref(q, k, v, causal=True))
-    torch.testing.assert_close(lse, base_lse, rtol=1e-2, atol=1e-2)
+    exact = attention_ref(q, k, v, causal=True, return_lse=True)[1]
+    assert (lse - base_lse).norm() <= max(1e-4 * exact.norm(), 0.5 * (base_lse - exact).norm())
 
 
-@pytest.mark.parametrize("recipe", ["tensor", "block-kmean-qmean-equalise-hadamard", "int8-kmean", "bf16qk"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensor", "block-kmean-qmean-equalise-hadamard", "int8-kmean", "bf16qk",
+     "row-kmean-qmean-equalise-hadamard", "mx", "int8-kmean-equalise-hadamard-vhead",
+     "int8-kmean-equalise-hadamard-vchannel"],
+)  # fmt: skip
 def test_recipes_with_every_feature_at_once(interpret, recipe):
     q, k, v = make_qkv(1, 200, 230, 2, 1, 72, 40)
     same = {"causal": True, "window_size": (90, -1), "softcap": 5.0, "sink": torch.tensor([0.5, -1.0])}

@@ -7,7 +7,7 @@ import pytest
 
 from zyfa.archs import ARCHS, default_config
 from zyfa.config import AttentionConfig, AttentionKey
-from zyfa.recipes import PRESETS
+from zyfa.recipes import PRESETS, RECIPES
 from zyfa.tuner.compile import CompileFarm
 from zyfa.tuner.gate import gate
 
@@ -62,6 +62,16 @@ def test_presets_use_the_full_rate(farms, arch, preset):
     key = key_of("fp8", 128, True)
     config = dataclasses.replace(default_config(arch, key), recipe=PRESETS[preset])
     assert gate(build(farms, arch, key, config), key, config, arch) is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_uses_the_full_rate_of_gfx950_without_spills(farms, recipe):
+    key = key_of("fp8", 128, True)
+    config = dataclasses.replace(default_config("gfx950", key), recipe=recipe)
+    facts = build(farms, "gfx950", key, config)
+    assert gate(facts, key, config, "gfx950") is None and facts.spills == 0
+    scaled = any("v_mfma_scale_f32_32x32x64_f8f6f4" in op for loop in facts.loops for op in loop.mix)
+    assert scaled == (RECIPES[recipe].granularity == "mx")
 
 
 def test_shared_memory_overflow_compiles_but_is_gated(farms):

@@ -7,6 +7,7 @@ import pytest
 from zyfa.archs import ARCHS, default_config
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.limits import LIMITS, broken_limit, lds_bytes
+from zyfa.recipes import PRESETS
 
 
 def key(dtype="bf16", head_dim=128, causal=True):
@@ -109,6 +110,8 @@ def test_each_limit_names_itself(arch, change, name):
         ("bf16", 256, {"BLOCK_N": 64}, None), ("bf16", 256, {}, GLUON), ("bf16", 32, {}, GLUON),
         ("fp8", 128, {"recipe": "int8-kmean"}, None), ("fp8", 64, {"recipe": "bf16qk"}, None),
         ("fp8", 256, {"recipe": "block", "BLOCK_N": 64}, GLUON), ("fp8", 128, {"recipe": "block-kmean-qmean"}, GLUON),
+        ("fp8", 128, {"recipe": "row"}, GLUON), ("fp8", 128, {"recipe": f"{PRESETS['balanced']}-vhead"}, None),
+        ("fp8", 128, {"recipe": f"{PRESETS['balanced']}-vchannel"}, GLUON),
         ("fp8", 128, {"recipe": "block", "BLOCK_M": 64, "num_warps": 4, "ping_pong": True}, GLUON),
     ],
     ids=str,
@@ -137,9 +140,14 @@ def test_sched_strategy_follows_the_installed_triton(monkeypatch, version, reaso
     assert broken_limit(AttentionConfig(128, 64, 4, 2, sched_strategy="max-ilp"), key(), "gfx950") == reason
 
 
+def test_mx_scales_run_on_gfx950_only():
+    config, reason = AttentionConfig(64, 64, 4, 1, recipe="mx"), "MX scales need gfx950's scaled matrix instructions"
+    assert [broken_limit(config, key("fp8"), arch) for arch in ("gfx950", "gfx942", "sm90")] == [None, reason, reason]
+
+
 def test_every_limit_has_a_case_here():
-    tested = {name for _, _, name in BROKEN}
-    tested |= {"FP8 needs BLOCK_N >= 32", "sched_strategy needs Triton 3.8", "this Triton has Gluon"}
+    tested = {name for _, _, name in BROKEN} | {"FP8 needs BLOCK_N >= 32", "sched_strategy needs Triton 3.8"}
+    tested |= {"MX scales need gfx950's scaled matrix instructions", "this Triton has Gluon"}
     assert tested == {limit.name for limit in LIMITS}
 
 

@@ -42,13 +42,16 @@ def test_merge_is_idempotent_and_loses_no_trial(a, b):
     assert merge(both, a) == merge(both, b) == both
     assert a.trials <= both.trials and b.trials <= both.trials
     assert both.winners.keys() == a.winners.keys() | b.winners.keys()
+    assert both.fronts.keys() == a.fronts.keys() | b.fronts.keys()
+    assert both.certificates.keys() == a.certificates.keys() | b.certificates.keys()
 
 
 @given(contents(), contents())
 def test_every_conflict_is_listed(a, b):
     _, conflicts = merged([a, b])
     differ = {seat for seat in a.winners.keys() & b.winners.keys() if a.winners[seat] != b.winners[seat]}
-    assert {conflict.seat for conflict in conflicts} == differ
+    fronts = {seat for seat in a.fronts.keys() & b.fronts.keys() if a.fronts[seat] != b.fronts[seat]}
+    assert {conflict.seat for conflict in conflicts} == differ | {seat for seat, _ in fronts}
     assert all(conflict.kept != conflict.dropped for conflict in conflicts)
 
 
@@ -67,13 +70,14 @@ def test_a_file_is_its_content(tmp_path, content):
     assert read_content(path) == content
     assert [p.name for p in tmp_path.iterdir()] == ["x.sqlite"]
     assert findings(path) == [] and len(read(path)) == len(content.winners)
+    assert len(read(path, view="front")) == len(content.fronts)
 
 
 def test_equal_contents_are_equal_files(tmp_path):
     a = read_content(make_db(tmp_path / "a.sqlite", (a_key(512), {}), (a_key(1024), {"ms": 2.0})))
     for name, order in (("x", 1), ("y", -1)):
         trials = Counter(dict(list(a.trials.items())[::order]))
-        write_content(Content(a.meta, trials, dict(list(a.winners.items())[::order])), tmp_path / name)
+        write_content(a._replace(trials=trials, winners=dict(list(a.winners.items())[::order])), tmp_path / name)
     assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
 
 
@@ -82,7 +86,7 @@ def crowned(tmp_path, confidence="A", trials=9, ms=1.0, when="2026-01-01T00:00:0
     (tmp_path / "c.sqlite").unlink()
     (seat, crown), = content.winners.items()  # fmt: skip
     crown = crown._replace(confidence=confidence, trials=trials, tuned_at=when)
-    return Content(content.meta, content.trials, {seat: crown})
+    return content._replace(winners={seat: crown})
 
 
 @pytest.mark.parametrize(
@@ -101,9 +105,9 @@ def test_the_better_evidence_wins(tmp_path, better, worse):
 
 
 def test_two_gpus_are_no_one_file():
-    other = Content(META | {"sku": "nvidia/sm90/h100/sm132"}, Counter(), {})
+    other = Content(META | {"sku": "nvidia/sm90/h100/sm132"}, Counter(), {}, {}, {})
     with pytest.raises(DatabaseError, match="sku differs: nvidia/sm90/h100/sm132, nvidia/sm90/h200/sm132"):
-        merge(Content(META, Counter(), {}), other)
+        merge(Content(META, Counter(), {}, {}, {}), other)
     with pytest.raises(ValueError, match="contents is empty"):
         merged([])
 
@@ -115,7 +119,7 @@ def lines_of(tmp_path):
 @pytest.mark.parametrize(
     "number, old, new, reason",
     [
-        (0, "form 1", "form 2", "line 1: the first line is not"),
+        (0, "form 2", "form 3", "line 1: the first line is not"),
         (3, '"kernel_hash":"k1"', '"kernel_hash":1', "line 4: kernel_hash is 1, not str"),
         (4, '["bf16",128,', '["bf16","128",', "line 5: head_dim is '128', not int"),
         (4, '"ms":1.0', '"ms":NaN', "line 5: NaN is no number"),

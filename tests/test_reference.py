@@ -65,7 +65,7 @@ def test_relative_error_is_the_frobenius_ratio():
     assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block", "row", "mx"])
 def test_quantisation_of_values_that_fp8_holds_is_exact(granularity):
     """Every scale group has the maximum 448, so the scale is 1 and e4m3 values pass unchanged."""
     x = torch.tensor([448.0, -1.0, 0.0625, 0.001953125]).expand(2, 3, 200, 4).clone()

@@ -17,11 +17,20 @@ from zyfa.kernels.replay import Launch, Plan, Recorder, distinct
 class Compiled:
     """Stands for a compiled kernel: remembers what it was launched with."""
 
+    function, packed_metadata = 5, (4, 1, 0)
+
     def __init__(self):
         self.calls = []
 
-    def __getitem__(self, grid):
-        return lambda *args: self.calls.append((grid, args))
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        assert (stream, function, metadata) == (33, 5, (4, 1, 0)) and launch_metadata is enter is leave is None
+        self.calls.append(((x, y, z), args))
+
+
+@pytest.fixture(autouse=True)
+def one_stream(monkeypatch, request):
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(Plan, "stream", lambda plan: 33)
 
 
 class Kernel:
@@ -47,7 +56,7 @@ def test_inputs_are_replaced_and_constants_kept():
     compiled, recorder = record(x, y)
     plan = Plan(recorder.launches, (x, None, y))
     new_x, new_y = torch.zeros(8), torch.zeros(4)
-    plan.run((new_x, None, new_y), x.device)
+    plan.replay((new_x, None, new_y))
     assert compiled.calls == [((7, 2, 1), (new_x.data_ptr(), new_y.data_ptr(), 5, 64))]
     assert plan.workspace_bytes == 0
 
@@ -59,7 +68,7 @@ def test_temporaries_share_one_workspace_and_keep_their_offsets():
     compiled, recorder = record(whole, part)
     recorder.start(Kernel(), (1,), (x, other, 0), {"BLOCK": 1})
     plan = Plan(recorder.launches, (x,))
-    plan.run((x,), x.device)
+    plan.replay((x,))
     (_, (a, b, *_)), (_, (c, d, *_)) = compiled.calls[0], recorder.launches[1].compiled.calls[0]
     assert b - a == 40 and c == x.data_ptr()
     assert d - a == 512  # 400 bytes rounded up to the allocator's 256
@@ -73,7 +82,7 @@ def test_one_tensor_given_twice_is_replayed_with_two():
     assert {t.data_ptr() for t in inputs if t is not None} == {x.data_ptr()}
     compiled, recorder = record(inputs[0], inputs[2])
     y, z = torch.zeros(8), torch.zeros(8)
-    Plan(recorder.launches, inputs).run((y, None, z, x), x.device)
+    Plan(recorder.launches, inputs).replay((y, None, z, x))
     assert compiled.calls[0][1][:2] == (y.data_ptr(), z.data_ptr())
 
 
@@ -96,10 +105,18 @@ def test_descriptors_move_with_their_base():
     descriptor = TensorDescriptor(x, [64, 64], [64, 1], [16, 16])
     compiled, recorder = record(descriptor, x)
     new = torch.zeros(64, 64)
-    Plan(recorder.launches, (x,)).run((new,), x.device)
+    Plan(recorder.launches, (x,)).replay((new,))
     moved = compiled.calls[0][1][0]
     assert moved.base.data_ptr() == new.data_ptr() and descriptor.base is x
     assert (moved.shape, moved.strides, moved.block_shape) == (descriptor.shape, descriptor.strides, [16, 16])
+
+
+def test_a_view_of_an_input_is_no_temporary():
+    """Its address would be taken from the workspace."""
+    x = torch.zeros(8, 8)
+    _, recorder = record(x, x[1:])
+    with pytest.raises(AssertionError, match="a view of an input"):
+        Plan(recorder.launches, (x,))
 
 
 def test_an_interpreted_kernel_is_not_replayable():

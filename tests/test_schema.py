@@ -8,13 +8,16 @@ import subprocess
 import sys
 
 import pytest
-from databases import CONFIG, H200, TOOLS, a_key, add_ok, backdate, damage, make_db, read_only
+from databases import CONFIG, H200, TOOLS, a_certificate, a_key, add_ok, backdate, damage, make_db, read_only
 
 from zyfa.config import AttentionConfig, cell_of
 from zyfa.errors import DatabaseError, SchemaTooNew
 from zyfa.tuning_db import reader, schema
+from zyfa.tuning_db.certificates import add_certificate
+from zyfa.tuning_db.content import read_content
 from zyfa.tuning_db.reader import read
 from zyfa.tuning_db.store import Store
+from zyfa.tuning_db.verify import findings
 
 
 @pytest.fixture
@@ -69,6 +72,25 @@ def test_granularity_is_that_of_the_recipe(tmp_path):
     fp8 = AttentionConfig(64, 128, 4, 2, recipe="head")
     (row,) = read(make_db(tmp_path / "x.sqlite", (a_key(dtype="fp8"), {"config": fp8})))
     assert row.granularity == "head" and row.config == fp8
+
+
+def test_a_file_of_schema_1_keeps_its_bf16_rows_and_shows_fp8_once_it_is_certified(tmp_path):
+    """Written before certificates were: FP8 rows wait for one, nothing else changes."""
+    path, key = tmp_path / "x.sqlite", a_key(dtype="fp8")
+    fp8 = AttentionConfig(64, 128, 4, 2, recipe="head")
+    make_db(path, (a_key(), {}), (key, {"config": fp8}))
+    first = schema._expected(1)["best"][1]
+    damage(path, "DROP VIEW best", "DROP VIEW front", "DROP TABLE certificates", "DROP TABLE fronts", first,
+           "PRAGMA user_version = 1")  # fmt: skip
+    skipped = []
+    assert [row.dtype for row in read(path, skipped)] == ["bf16"] and read(path, view="front") == []
+    assert skipped == [f"1 FP8 winners {reader.UNCERTIFIED}"]
+    content = read_content(path)
+    assert (len(content.winners), len(content.trials)) == (1, 2)
+    with Store(path) as store:
+        assert [row.dtype for row in read(path)] == ["bf16"]
+        add_certificate(store, TOOLS, "measured", a_certificate("head", key))
+    assert sorted(row.dtype for row in read(path)) == ["bf16", "fp8"] and findings(path) == []
 
 
 def test_every_toolchain_has_its_row_newest_first(tmp_path):
@@ -143,7 +165,7 @@ BROKEN = {
     "schema -1": (lambda p: damage(p, "PRAGMA user_version = -1"), "schema -1 never existed"),
     "view for table": (
         lambda p: damage(p, "ALTER TABLE meta RENAME TO m", "CREATE VIEW meta AS SELECT 'sku' key, 'x' value"),
-        "not schema 1",
+        "not schema 2",
     ),
     "another view": (lambda p: damage(p, "CREATE VIEW bomb AS SELECT 1"), "bomb does not belong there"),
     "trigger": (lambda p: damage(p, "CREATE TRIGGER t AFTER INSERT ON meta BEGIN SELECT 1; END"), "t does not belong"),

@@ -142,7 +142,7 @@ def test_who_cannot_win(store):
     wrong = store.add_trial(a_key(), TOOLS, CONFIG, outcome="wrong", trust="measured", reason="error 0.3")
     unknown_error = store.add_trial(a_key(), TOOLS, CONFIG, **GOOD | {"rel_err": None})
     for trial in (wrong, unknown_error, 99):
-        with pytest.raises(ValueError, match=f"trial {trial} cannot win"):
+        with pytest.raises(ValueError, match=f"trial {trial} belongs not in winners"):
             store.set_winner(trial, confidence="A", trials=1)
     with pytest.raises(ValueError, match="confidence"):
         store.set_winner(add_ok(store, a_key(), win=False), confidence="S", trials=1)

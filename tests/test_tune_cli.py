@@ -17,7 +17,8 @@ from fake_landscape import DEFAULT, FakeFarm, make_tools
 from zyfa.config import AttentionConfig
 from zyfa.recipes import RECIPES
 from zyfa.tuner import cli, session
-from zyfa.tuner.cli import parse_recipes
+from zyfa.tuner.cli import parse_max_error, parse_recipes
+from zyfa.tuner.space import FP8_RECIPES, MAX_RECIPE_ERROR
 from zyfa.tuning_db.store import Store
 
 GRID = ("--target", "mi355x", "--seq-lens", "512..1k", "--dtypes", "bf16", "--effort", "quick")
@@ -39,7 +40,7 @@ def tune(monkeypatch, tmp_path):
 
     def call(*args, **tools):
         farm = FakeFarm()
-        monkeypatch.setattr(session, "_tools", lambda device, method, lazy, recipes: make_tools(farm, **tools))
+        monkeypatch.setattr(session, "_tools", lambda device, method, lazy, axis: make_tools(farm, **tools))
         result = CliRunner().invoke(cli.main, [*map(str, args), "--db", str(tmp_path / "db.sqlite")])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -198,7 +199,7 @@ def test_a_stopped_run_keeps_its_trials_and_goes_on(tune, tmp_path, signum, code
 
 
 @pytest.mark.parametrize(
-    "text, names", [("safe", None), ("tensor, head,tensor", ("tensor", "head")), ("all", tuple(RECIPES))]
+    "text, names", [("safe", FP8_RECIPES), ("tensor, head,tensor", ("tensor", "head")), ("all", tuple(RECIPES))]
 )
 def test_recipes_are_parsed(text, names):
     assert parse_recipes(text) == names
@@ -207,3 +208,17 @@ def test_recipes_are_parsed(text, names):
 def test_an_unknown_recipe_names_the_accepted_ones():
     with pytest.raises(ValueError, match=r"'fp4' is no recipe.*bf16qk"):
         parse_recipes("fp4")
+
+
+@pytest.mark.parametrize(
+    "text, bounds",
+    [("2.0", (2.0, MAX_RECIPE_ERROR)), ("5%", (2.0, 0.05)), ("0.05", (2.0, 0.05)), ("1.5, 10%", (1.5, 0.1))],
+)
+def test_error_bounds_are_parsed(text, bounds):
+    assert parse_max_error(text) == pytest.approx(bounds)
+
+
+@pytest.mark.parametrize("text", ["", "0", "0%", "101%", "200", "1,2", "5%,6%", "x", "nan"])
+def test_wrong_error_bounds_name_the_accepted_forms(text):
+    with pytest.raises(ValueError, match=r"Accepted: a ratio from 1 to 100, like 2\.0"):
+        parse_max_error(text)

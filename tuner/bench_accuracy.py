@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from zyfa.archs import default_config
+from zyfa.limits import broken_limit
 from zyfa.recipes import PRESETS, RECIPES
 from zyfa.reference import attention_ref, emulate, relative_error
 
@@ -78,18 +79,21 @@ def samples_of(
 
 
 def measure(sample: Sample, names: Sequence[str], causal: bool, device: str) -> list[Accuracy]:
-    """One Accuracy for each name, which is a precision or a recipe; `zyfa.attention` runs on `device`."""
+    """One Accuracy for each name, a precision or a recipe, that `device` can run; `zyfa.attention` runs there."""
     ref = attention_ref(*sample[1:], causal=causal)
-    rows = [_measure_one(sample, name, causal, device, ref) for name in names]
+    every = (_measure_one(sample, name, causal, device, ref) for name in names)
+    rows = [row for row in every if row is not None]
     base = next((row.error for row in rows if row.recipe == BASELINE), None)
     return [row._replace(cut=_cut(row, base)) for row in rows]
 
 
-def _measure_one(sample: Sample, name: str, causal: bool, device: str, ref: torch.Tensor) -> Accuracy:
+def _measure_one(sample: Sample, name: str, causal: bool, device: str, ref: torch.Tensor) -> Accuracy | None:
     from zyfa.interface import attention  # the call that users make; late, so that --help needs no kernels
 
     on_device = [x.to(device) for x in sample[1:]]
-    how, arch = _how(on_device, name, causal)
+    how, arch, reason = _how(on_device, name, causal)
+    if reason:
+        return None
     out = attention(*on_device, causal=causal, **how).cpu()
     recipe = how["config"].recipe if how["precision"] != "bf16" else "none"
     error, emulated = relative_error(out, ref), relative_error(_emulated(sample, recipe, arch, causal), ref)
@@ -102,8 +106,8 @@ def _measure_one(sample: Sample, name: str, causal: bool, device: str, ref: torc
     )  # fmt: skip
 
 
-def _how(qkv: Sequence[torch.Tensor], name: str, causal: bool) -> tuple[dict, str]:
-    """({precision, config} of the call, architecture); the CPU path is gfx950's format."""
+def _how(qkv: Sequence[torch.Tensor], name: str, causal: bool) -> tuple[dict, str, str | None]:
+    """({precision, config} of the call, architecture, why it cannot run it); the CPU path is gfx950's format."""
     from zyfa.interface import CPU_ARCH, explain
 
     precision = "fp8" if name in RECIPES else name
@@ -111,7 +115,10 @@ def _how(qkv: Sequence[torch.Tensor], name: str, causal: bool) -> tuple[dict, st
     arch = why.device.arch if why.device else CPU_ARCH
     config = why.config or default_config(arch, why.call.key)
     recipe = name if name in RECIPES else why.call.preset or config.recipe
-    return {"precision": precision, "config": dataclasses.replace(config, recipe=recipe)}, arch
+    config = dataclasses.replace(config, recipe=recipe)
+    precision = "bf16" if recipe == "none" else precision  # where FP8 was timed to be no faster
+    reason = broken_limit(config, why.call.key, arch) if why.device else None
+    return {"precision": precision, "config": config}, arch, reason
 
 
 def _cosine(out: torch.Tensor, ref: torch.Tensor) -> float:

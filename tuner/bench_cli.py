@@ -16,8 +16,10 @@ from rich.table import Table
 from zyfa.recipes import RECIPES
 
 from .bench_accuracy import BASELINE, PRECISIONS, Accuracy, fault, measure, medians, samples_in, samples_of
+from .bench_front import front
 from .bench_plan import plan
 from .bench_plot import HINT, save_accuracy
+from .bench_report import write_report
 from .inputs import CHECKOUT_ACTIVATIONS, FAMILIES, Shape
 from .lengths import parse_heads, parse_numbers, parse_seq_lens
 
@@ -97,6 +99,7 @@ def cli() -> None:
 
 
 cli.add_command(plan)
+cli.add_command(front)
 
 
 @cli.command()
@@ -136,6 +139,8 @@ def accuracy(activations, families, head_dims, recipes, seqlen, causal, device, 
     rows = [row for sample in samples for row in measure(sample, recipes, causal, device)]
     _print(_accuracy_table(rows, device))
     _print(_median_table(rows))
+    if absent := [name for name in recipes if name in RECIPES and name not in {row.recipe for row in rows}]:
+        click.echo(f"left out, this GPU cannot run them: {', '.join(absent)}")
     if plot:
         save_accuracy(rows, plot)
     _write(json_path, ACCURACY_METHOD, [row._asdict() for row in rows], device)
@@ -225,7 +230,7 @@ def _speed_table(shape: Shape, causal: bool, result) -> Table:
             f"{row['tflops']:.0f}", f"{row['ratio']:.2f}" if row["ratio"] else "",
             f"{spread[0]:.2f} .. {spread[1]:.2f}" if spread else "", row["best_peer"] or "",
         )  # fmt: skip
-    table.caption = "; ".join(f"{name} skipped: {reason}" for name, reason in result.skipped.items()) or None
+    table.caption = _skipped(result.skipped)
     return table
 
 
@@ -234,21 +239,39 @@ def _speed_table(shape: Shape, causal: bool, result) -> Table:
     "--seqlen", type=click.IntRange(1, 4096), default=128, help="Short, so that the device waits for the host."
 )
 @click.option(
-    "--number", type=click.IntRange(1, 200), default=100, help="Calls of one loop; a full queue would block it."
+    "--number", type=click.IntRange(1, 200), default=100, help="Calls of one burst; a full queue would block it."
 )
+@click.option("--loops", type=click.IntRange(3, 1000), default=15, help="Bursts of each call.")
 @json_option
-def overhead(seqlen, number, json_path) -> None:
-    """Host us of one call of zyfa.attention and of torch SDPA: a loop that never waits for the device."""
-    from .bench_speed import input_sets, measure_overhead, overhead_calls
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Also write a web page with a plot.")
+def overhead(seqlen, number, loops, json_path, report) -> None:
+    """Host us of one call: zyfa.attention, prepared and not, torch SDPA, FlashAttention-3, a bare Triton launch.
+
+    And of the parts of a call. The host never waits for the device.
+    """
+    from .bench_overhead import METHOD, measure_overhead, parts, peer_calls, public_calls
+    from .bench_speed import input_sets
 
     _need_gpu()
-    timings = measure_overhead(overhead_calls(input_sets(Shape(1, seqlen, 8, 2, 128), "cuda")[0]), number)
-    table = _table(f"Host time of a call, seqlen {seqlen}, heads 8:2, D128, causal", ("call",), ("us", "lo", "hi"))
+    (qkv, *_) = input_sets(Shape(1, seqlen, 8, 2, 128), "cuda")
+    peers, skipped = peer_calls(qkv)
+    timings = measure_overhead(public_calls(qkv) | peers | parts(qkv), number, loops)
+    title = f"Host time of a call, seqlen {seqlen}, heads 8:2, D128, causal"
+    table = _table(title, ("call",), ("us", "lo", "hi", "SDPA / this"))
     for timing in timings:
-        table.add_row(timing.name, *(f"{us:.1f}" for us in timing[1:]))
+        ratio = "" if timing.ratio is None else f"{timing.ratio:.2f}"
+        table.add_row(timing.name, *(f"{us:.1f}" for us in timing[1:4]), ratio)
+    table.caption = _skipped(skipped)
     _print(table)
-    method = f"loops of {number} calls without waiting for the device, median over loops"
-    _write(json_path, method, [timing._asdict() for timing in timings], "cuda")
+    method = METHOD.format(number=number, loops=loops)
+    rows = [timing._asdict() for timing in timings]
+    _write(json_path, method, rows, "cuda")
+    if report:
+        write_report(report, title, environment("cuda") | {"method": method} | skipped, rows, "us")
+
+
+def _skipped(reasons: dict[str, str]) -> str | None:
+    return "; ".join(f"{name} skipped: {reason}" for name, reason in reasons.items()) or None
 
 
 def _need_gpu() -> None:
@@ -280,7 +303,9 @@ def _exit_with(faults: Sequence[str]) -> None:
 
 def _write(path: Path | None, method: str, rows: Sequence[dict], device: str) -> None:
     if path is not None:
-        path.write_text(json.dumps({**environment(device), "method": method, "rows": _finite(rows)}, indent=1) + "\n")
+        head = json.dumps({**environment(device), "method": method}, indent=1)
+        lines = ",\n  ".join(json.dumps(row) for row in _finite(rows))  # a line a row: diffs can be read
+        path.write_text(f'{head.removesuffix("}").rstrip()},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def _finite(rows: Sequence[dict]) -> list[dict]:

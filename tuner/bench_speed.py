@@ -6,7 +6,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from zyfa.archs import default_config
 from zyfa.config import AttentionConfig, AttentionKey
@@ -236,48 +235,3 @@ def measure_shape(
     calls = max(len(sets), min(MAX_CALLS, int(ROUND_FLOPS / flops(key_of(shape, "bf16", causal)))))
     timed, failed = time_side_by_side(contenders, calls, effort, make_sampler)
     return rows_of(shape, causal, timed, absent | failed)
-
-
-class Overhead(NamedTuple):
-    """Host us of one call: the median over loops and the fastest and slowest loop."""
-
-    name: str
-    us: float
-    us_lo: float
-    us_hi: float
-
-
-def overhead_calls(qkv: QKV) -> dict[str, Callable[[], object]]:
-    """The causal calls whose host time is compared; torch SDPA chooses its backend itself, as it does for users."""
-    from zyfa.interface import attention
-
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    return {
-        "zyfa bf16": partial(attention, *qkv, causal=True),
-        "zyfa fp8": partial(attention, *qkv, causal=True, precision="fp8"),
-        "torch SDPA bf16": partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True),
-    }
-
-
-def measure_overhead(
-    calls: dict[str, Callable[[], object]],
-    number: int = 100,
-    loops: int = 7,
-    wait: Callable[[], object] = torch.cuda.synchronize,
-) -> list[Overhead]:
-    """Host time of each call in loops of `number` without waiting for the device, which must be faster than the host.
-
-    Loops of different calls alternate; `wait` empties the device's queue before each.
-    """
-
-    def loop(call: Callable[[], object]) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(number):
-            call()
-        return (time.perf_counter() - start) / number * 1e3
-
-    for call in calls.values():
-        loop(call)
-    timings = paired([partial(loop, call) for call in calls.values()], loops)
-    return [Overhead(name, *(ms * 1e3 for ms in timing[:3])) for name, timing in zip(calls, timings, strict=True)]

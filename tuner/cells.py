@@ -32,7 +32,11 @@ class Tools(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for every cell of a run. deadline: of time.monotonic(). lookahead: trials in flight."""
+    """What is the same for every cell of a run. deadline: of time.monotonic(). lookahead: trials in flight.
+
+    max_error: of bf16 and fp16, as a multiple of the plain dtype's. admits: may this config win its cell?
+    fronted: does this config count as the best of its recipe, admitted or not? None does unless fronts are wanted.
+    """
 
     method: str  # "measure", "predict" or "compile"
     toolchain: Toolchain
@@ -42,6 +46,8 @@ class Setup:
     seed: int = 0
     fresh: bool = False
     deadline: float = math.inf
+    admits: Callable[[AttentionKey, AttentionConfig], bool] = lambda key, config: True
+    fronted: Callable[[AttentionKey, AttentionConfig], bool] = lambda key, config: False
 
     @property
     def patience(self) -> int:
@@ -70,6 +76,7 @@ class CellRun:
     confidence: str = ""
     default_ms: float | None = None
     exhausted: bool = False
+    recipes: frozenset[str] = frozenset()  # that a front has to have tried
     study: CellStudy = field(init=False)
     gpu: int = -1
 

@@ -1,17 +1,20 @@
 """The command zyfa-tune: options to a plan. What runs it is loaded only when there is something to run."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from zyfa.device import TARGETS
-from zyfa.recipes import RECIPES
+from zyfa.recipes import PRESETS, RECIPES
 
 from .effort import EFFORTS
 from .lengths import parse_duration, parse_heads, parse_numbers, parse_seq_lens
 from .plan import PlannedCell, from_workload, grid
+from .space import FP8_RECIPES, MAX_RECIPE_ERROR
 
 DTYPES = ("bf16", "fp16", "fp8")
 CAUSAL = {"both": (True, False), "yes": (True,), "no": (False,)}
@@ -32,22 +35,46 @@ class Parsed(click.ParamType):
             return self.fail(str(error), param, ctx)
 
 
-def parse_recipes(text: str) -> tuple[str, ...] | None:
-    """Names of recipes, each once, or None for `safe`; raises ValueError naming the accepted ones."""
-    if text.strip() == "safe":
-        return None
-    names = tuple(RECIPES) if text.strip() == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    if bad := [name for name in names if name not in RECIPES]:
-        raise ValueError(f"{bad[0]!r} is no recipe. Accepted: safe, all, or a list of {', '.join(RECIPES)}")
-    return names
-
-
 def parse_dtypes(text: str) -> tuple[str, ...]:
     """Some of DTYPES, each once; raises ValueError naming them."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     if bad := [name for name in names if name not in DTYPES]:
         raise ValueError(f"{bad[0]!r} is no dtype. Accepted: a list of {', '.join(DTYPES)}")
     return names
+
+
+def parse_recipes(text: str) -> tuple[str, ...]:
+    """Some of RECIPES, each once; raises ValueError naming them."""
+    groups = {"safe": FP8_RECIPES, "presets": tuple(PRESETS.values()), "all": tuple(RECIPES)}
+    parts = [groups.get(part.strip(), (part.strip(),)) for part in text.split(",")]
+    names = tuple(dict.fromkeys(name for part in parts for name in part))
+    if bad := [name for name in names if name not in RECIPES]:
+        raise ValueError(f"{bad[0]!r} is no recipe. Accepted: a list of {', '.join((*groups, *RECIPES))}")
+    return names
+
+
+class MaxError(NamedTuple):
+    """Error bounds: of every config against its own arithmetic, and of the FP8 recipes that may win a cell."""
+
+    ratio: float = 2.0  # to the plain dtype's error
+    recipe: float = MAX_RECIPE_ERROR  # the worst certified relative error
+
+
+def parse_max_error(text: str) -> MaxError:
+    """A ratio of at least 1 (2.0), a bound of FP8 recipes (7% or 0.07), or both; raises ValueError naming the forms."""
+    values = {}
+    for part in text.split(","):
+        try:
+            value = float(part.strip().removesuffix("%")) / (100 if part.strip().endswith("%") else 1)
+        except ValueError:
+            value = math.nan
+        name = "recipe" if "%" in part or value < 1 else "ratio"
+        if name in values or not (0 < value <= 1 if name == "recipe" else 1 <= value <= 100):
+            raise ValueError(
+                f"{text!r} is no error bound. Accepted: a ratio from 1 to 100, like 2.0; a share, like 7%; or 2.0,7%"
+            )
+        values[name] = value
+    return MaxError(**values)
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
@@ -64,8 +91,9 @@ class Options:
     method: str
     effort: str
     budget_s: float | None
-    max_error: float
-    recipes: tuple[str, ...] | None  # None: the tuner's safe ones
+    recipes: tuple[str, ...]
+    max_error: MaxError
+    pareto: bool
     db: Path | None
     out: Path | None
     gpus: tuple[int, ...]
@@ -122,18 +150,25 @@ class Options:
     help="Wall time of the whole run, like 10m; spent on the cells that promise most.",
 )
 @click.option(
-    "--max-error",
-    type=click.FloatRange(1.0, 100.0),
-    default=2.0,
-    help="Reject configs whose error exceeds this multiple of plain bf16 or fp16 arithmetic. FP8: 1.5 times "
-    "the error of its recipe in exact arithmetic.",
-)
-@click.option(
     "--recipes",
     type=Parsed("names", parse_recipes),
     default="safe",
-    help="FP8 recipes to search: safe (those that lose at most 5 % on every sample of real activations), all, or a "
-    "list; tensor, head and block are plain FP8 with scales of that granularity.",
+    help="FP8 recipes to search: safe (those that keep every sample of real activations), presets, all, or a list of "
+    "names; tensor, head and block are plain FP8 with scales of that granularity.",
+)
+@click.option(
+    "--max-error",
+    type=Parsed("bounds", parse_max_error),
+    default=f"2.0,{MAX_RECIPE_ERROR:.0%}",
+    help="2.0: no candidate errs more than this multiple of plain bf16 or fp16 arithmetic (FP8: 1.5 times its recipe "
+    "in exact arithmetic). 7%: only recipes whose worst certified error, over input families, seeds and real "
+    "activations, is within this win FP8 cells. One of them, or both.",
+)
+@click.option(
+    "--pareto",
+    is_flag=True,
+    help="Also search recipes beyond --max-error (by default the presets too), and store the best config of each "
+    "recipe, which precision='fp8:<preset>' takes.",
 )
 @click.option(
     "--db",
@@ -156,8 +191,8 @@ class Options:
     help="Also write the final table as a web page.",
 )
 @click.version_option(package_name="zyfa")
-def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, max_error,
-         recipes, db, out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
+def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, recipes,
+         max_error, pareto, db, out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
     """Search the fastest configs of prefill attention and store them where zyfa.attention finds them.
 
     With a GPU in this machine configs are timed on it; without one they are compiled for a target GPU, and what the
@@ -170,6 +205,7 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
       zyfa-tune --seq-lens 1000,4k --heads 16:16 --dtypes bf16 --causal yes
       zyfa-tune --target mi300x --out databases/     no GPU needed
       zyfa-tune --workload calls.jsonl --budget 10m
+      zyfa-tune --dtypes fp8 --pareto                the best config of each FP8 recipe: time against error
 
     \b
     Exit codes: 0 done; 2 wrong usage; 3 done, but some cells have no valid config; 130 and 143 stopped by SIGINT and
@@ -182,21 +218,9 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
     except (ValueError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--workload") from error
     options = Options(
-        tuple(cells),
-        target.lower(),
-        method,
-        effort,
-        budget,
-        max_error,
-        recipes,
-        db,
-        out,
-        gpus,
-        resume,
-        seed,
-        as_json,
-        report,
-    )
+        tuple(cells), target.lower(), method, effort, budget, recipes, max_error, pareto, db, out, gpus, resume, seed,
+        as_json, report,
+    )  # fmt: skip
     if dry_run:
         return print_plan(options)
     from .session import run  # loads torch, Triton and Optuna

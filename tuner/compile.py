@@ -126,7 +126,7 @@ def _loop_of(recipe: str) -> tuple:
     if recipe == "none":
         return ()
     r = RECIPES[recipe]
-    return r.qk, r.granularity == "block", r.q_mean, r.p_offset
+    return r.qk, r.qk_scales, {"tensor": "head"}.get(r.v_scaled_by, r.v_scaled_by), r.q_mean, r.p_offset
 
 
 def specialisation(key: AttentionKey, config: AttentionConfig, arch: str) -> tuple:

@@ -95,7 +95,12 @@ class Coordinator:
 
     def _wants_more(self, run: CellRun) -> bool:
         told = len(run.study.times) + run.study.pending
-        return not run.exhausted and told < self._setup.effort.trials and not self._finished(run)
+        enough = told >= self._setup.effort.trials or self._finished(run)
+        return not run.exhausted and (not enough or self._lacks_recipes(run))
+
+    def _lacks_recipes(self, run: CellRun) -> bool:
+        """Whether a front still waits for a recipe; its seeds come first, whatever the effort."""
+        return not run.recipes <= run.study.recipes()
 
     def _finished(self, run: CellRun) -> bool:
         return run.study.finished(self._setup.effort.trials, self._setup.patience)
@@ -105,7 +110,7 @@ class Coordinator:
             return False
         if self._setup.method == "compile":
             self._set_state(run, "done" if run.outcomes["ok"] else "failed")
-        elif not run.results:
+        elif not self._ranked(run):
             self._set_state(run, "failed")
         elif self._setup.method == "measure":
             self._compare(run)
@@ -118,6 +123,7 @@ class Coordinator:
     def _start(self, run: CellRun) -> None:
         seeds = [run.default, *self._neighbours(run), *self._model_top(run), *self._tools.seeds(run.key)]
         run.study = CellStudy(self._tools.space(run.key), dict.fromkeys(seeds), self._setup.seed)
+        run.recipes = frozenset(config.recipe for config in seeds if self._setup.fronted(run.key, config))
         run.state = "searching"
         if self._store is not None and not self._setup.fresh:
             self._restore(run)
@@ -135,14 +141,17 @@ class Coordinator:
             self._replay(run, trial)
         run.resumed = len(run.study.times)
         winner = self._store.winner(*at)
+        if winner and not self._setup.admits(run.key, winner.trial.config):
+            winner = None
         if winner and (self._setup.method, winner.confidence) != ("measure", UNPAIRED) and self._ended(run):
             run.known = True
             run.winner = winner.trial.config, result_of(winner.trial)
             run.confidence, run.default_ms = winner.confidence, winner.default_ms
             run.state = "done"
+            self._keep_front(run)
 
     def _ended(self, run: CellRun) -> bool:
-        return self._finished(run) or run.study.exhausted()
+        return (self._finished(run) and not self._lacks_recipes(run)) or run.study.exhausted()
 
     def _replay(self, run: CellRun, trial: Trial) -> None:
         if trial.config not in run.study.times:  # the finalists are in the log twice
@@ -249,15 +258,36 @@ class Coordinator:
     # --- the end of a cell -------------------------------------------------------------------------------------
 
     def _ranked(self, run: CellRun) -> list[AttentionConfig]:
-        """Valid configs, fastest first; of equal times the one that was tried first."""
-        return sorted(run.results, key=lambda config: run.results[config][1].ms or math.inf)
+        """Valid configs that may win, fastest first; of equal times the one that was tried first."""
+        admitted = [config for config in run.results if self._setup.admits(run.key, config)]
+        return sorted(admitted, key=lambda config: run.results[config][1].ms or math.inf)
+
+    def _front(self, run: CellRun) -> list[AttentionConfig]:
+        """The fastest valid config of each recipe that belongs in a front."""
+        best: dict[str, AttentionConfig] = {}
+        for config, (_, result) in run.results.items():
+            if not self._setup.fronted(run.key, config):
+                continue
+            kept = best.get(config.recipe)
+            if kept is None or (result.ms or math.inf) < (run.results[kept][1].ms or math.inf):
+                best[config.recipe] = config
+        return list(best.values())
+
+    def _keep_front(self, run: CellRun) -> None:
+        for config in self._front(run):
+            assert self._store is not None
+            tried = sum(other.recipe == config.recipe for other in run.study.times)
+            self._store.set_front(
+                run.results[config][0], confidence=run.confidence, trials=max(tried, 1), default_ms=run.default_ms
+            )
 
     def _compare(self, run: CellRun) -> None:
         """Times the default config and the fastest side by side; the winner is decided there."""
         assert self._pool is not None
         self._set_state(run, "comparing")
         fastest = self._ranked(run)[: self._setup.effort.finalists]
-        configs = tuple(dict.fromkeys([*([run.default] if run.default in run.results else []), *fastest]))
+        default = [run.default] if run.default in run.results else []
+        configs = tuple(dict.fromkeys([*default, *fastest, *self._front(run)]))
         job = Job(run.key, configs, self._setup.effort.final, self._setup.max_error)
         future = self._pool.submit(run.gpu, job, FINAL_LIMIT_S)
         self._on(future, lambda done: self._compared(run, configs, done.result()))
@@ -266,12 +296,12 @@ class Coordinator:
         for config, result in zip(configs, results, strict=True):
             run.results.pop(config, None)  # the last word on a config is the last trial
             self._log(run, config, result, {})
-        valid = [c for c in configs if c in run.results]
+        valid = [c for c in configs if c in run.results and self._setup.admits(run.key, c)]
         if valid:
             timings = [run.results[config][1].timing() for config in valid]
             self._crown(run, valid[winner_of(timings)], PAIRED)
             return self._set_state(run, "done")
-        return self._compare(run) if run.results else self._set_state(run, "failed")
+        return self._compare(run) if self._ranked(run) else self._set_state(run, "failed")
 
     def _crown(self, run: CellRun, config: AttentionConfig, confidence: str) -> None:
         """Makes a config the winner of its cell."""
@@ -281,11 +311,13 @@ class Coordinator:
         run.default_ms = default[1].ms if default else None
         run.winner, run.confidence = (config, result), confidence
         self._store.set_winner(number, confidence=confidence, trials=len(run.study.times), default_ms=run.default_ms)
+        self._keep_front(run)
 
     def _crown_predicted(self, run: CellRun) -> None:
         """The least predicted time wins. Of a winner from an earlier run the model's confidence is asked again."""
         config = run.study.best
-        assert config is not None
+        if config is None or not self._setup.admits(run.key, config):
+            config = self._ranked(run)[0]
         if config in run.confidences:
             self._crown(run, config, run.confidences[config])
             return self._set_state(run, "done")
@@ -302,7 +334,7 @@ class Coordinator:
 
     def _keep(self, run: CellRun) -> None:
         """The run ends before the cell does: its fastest config so far becomes the winner, unless one is stored."""
-        if run.state == "waiting" or not run.results or self._setup.method == "compile":
+        if run.state == "waiting" or not self._ranked(run) or self._setup.method == "compile":
             return self._set_state(run, "stopped")
         assert self._store is not None
         if self._store.winner(run.planned.cell, self._setup.toolchain, self._setup.trust) is None:

@@ -305,8 +305,10 @@ def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device) -> f
     k, v = (key.batch * key.seqlen_k * key.nheads_k * dim for dim in (key.head_dim, key.head_dim_v))
     converted = v if recipe.qk == "bf16" else q + k + v
     scanned = k * (recipe.k_mean or recipe.equalise) + q * (recipe.q_mean or recipe.equalise)
-    if recipe.granularity != "block":
+    if recipe.granularity in ("head", "tensor"):
         scanned = converted
+    elif recipe.v_scaled_by in ("head", "channel"):
+        scanned += v
     moved = 3 * converted + 2 * scanned  # bytes: 16 bits in and 8 out, and 16 in for statistics
     return moved / (device.hbm_tb_s * 1e9 * QUANTISER_FRACTION) + (2 if scanned else 1) * LAUNCH_MS
 

@@ -13,12 +13,10 @@ from zyfa.config import cell_of
 from zyfa.tuning_db.cli_tools import plain
 
 from .cells import CellRun
+from .page import write_page
 from .progress import cell_name
 
 _HEADS = ("cell", "default ms", "best ms", "speed-up", "error", "config", "trust")
-_STYLE = """body{font:15px/1.4 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem}
-table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8884}
-td.n{text-align:right;font-variant-numeric:tabular-nums}code{font-size:.85em}"""
 
 
 def row_of(run: CellRun, trust: str) -> dict:
@@ -82,15 +80,9 @@ def to_json(head: dict, rows: Sequence[dict]) -> str:
 
 def write_html(path: Path, head: dict, rows: Sequence[dict]) -> None:
     """A page that needs nothing but itself; every text is escaped."""
-    facts = "".join(f"<li>{html.escape(str(k))}: {html.escape(str(v))}</li>" for k, v in head.items())
     heads = "".join(f"<th>{html.escape(text)}</th>" for text in _HEADS)
     body = "".join(f"<tr>{''.join(map(_html_cell, range(len(_HEADS)), _texts(row)))}</tr>\n" for row in rows)
-    path.write_text(
-        "<!doctype html><html lang='en'><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width,initial-scale=1'><title>zyfa-tune</title>"
-        f"<style>{_STYLE}</style><h1>zyfa-tune</h1><ul>{facts}</ul><table><tr>{heads}</tr>\n{body}</table></html>\n",
-        encoding="utf-8",
-    )
+    write_page(path, "zyfa-tune", head, f"<table><tr>{heads}</tr>\n{body}</table>")
 
 
 def _html_cell(column: int, text: str) -> str:

@@ -17,6 +17,7 @@ from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Store
 
 from . import model, space
+from .axis import RecipeAxis, recipe_axis
 from .cells import CellRun, Setup, Tools
 from .cli import Options
 from .compile import CompileFarm
@@ -29,6 +30,7 @@ from .study import Space
 from .worker import WorkerError, WorkerPool
 
 NO_GPU_TARGET = "mi355x"
+FRONT_TILES = 3  # tiles that every recipe of a front is tried with, for TPE follows the fast recipes only
 FINAL_S = 1.0  # of a cell's comparison at the end of a budget
 SAME_SIGNAL_S = 0.5  # `timeout` sends its signal twice, to the process and to its group
 DONE, FAILED, HOLES = 0, 1, 3
@@ -121,19 +123,21 @@ def _tune(options: Options, device: Device, method: str, gpus, console: Console,
     begun = time.monotonic()
     path = options.db or user_db_path(device)
     store, outdated = _open(path, device, method)
+    axis = _axis(options, device, store, method, gpus, console)
     pool = WorkerPool(gpus, device.arch) if gpus else None
     farm = LazyFarm(device.arch, method)
     stop.at_once = lambda: [part.close() for part in (pool, farm) if part]
     reserve = FINAL_S * len(options.cells) if method == "measure" else 0.0
     setup = Setup(
-        method, _toolchain(method), EFFORTS[options.effort], 2 * farm.processes, options.max_error, options.seed,
+        method, _toolchain(method), EFFORTS[options.effort], 2 * farm.processes, options.max_error.ratio, options.seed,
         fresh=not options.resume or outdated,
         deadline=begun + max(options.budget_s - reserve, options.budget_s / 2) if options.budget_s else float("inf"),
+        admits=axis.admits, fronted=axis.fronted,
     )  # fmt: skip
     try:
         progress_type = LiveProgress if console.is_terminal else PlainProgress
         progress = progress_type(console, lambda: coordinator.runs, setup.effort.trials)
-        tools = _tools(device, method, farm, options.recipes or space.FP8_RECIPES)
+        tools = _tools(device, method, farm, axis)
         coordinator = Coordinator(options.cells, setup, tools, store, progress, stop.requested, pool)
         with progress:
             runs = coordinator.run()
@@ -176,15 +180,27 @@ class LazyFarm:
             self._farm.close()
 
 
-def _tools(device: Device, method: str, farm: LazyFarm, recipes: tuple[str, ...]) -> Tools:
+def _axis(options: Options, device: Device, store: Store | None, method: str, gpus, console: Console) -> RecipeAxis:
+    """The run's recipes; a usage error where none may win."""
+    trust = "measured" if method == "measure" else "predicted"
+    say = lambda line: _say(console, f"zyfa-tune: {line}")  # noqa: E731
+    axis = recipe_axis(options, device, store, _toolchain(method), trust, gpus, say)
+    if why := axis.without_any([cell.key for cell in options.cells]):
+        if store is not None:
+            store.close()
+        raise click.UsageError(f"--max-error: {why}")
+    return axis
+
+
+def _tools(device: Device, method: str, farm: LazyFarm, axis: RecipeAxis) -> Tools:
     arch, priced = device.arch, model.DEVICES.get(device.sku)
     return Tools(
         space=lambda key: Space(
-            lambda trial: space.suggest(trial, key, arch, recipes),
+            lambda trial: space.suggest(trial, key, arch, axis.searched(key)),
             lambda config: space.broken_rule(config, key, arch),
-            lambda: space.candidates(key, arch, recipes),
+            lambda: space.candidates(key, arch, axis.searched(key)),
         ),
-        seeds=lambda key: space.seeds(key, arch, recipes),
+        seeds=lambda key: space.seeds(key, arch, axis.searched(key), tiles=FRONT_TILES if axis.front else 1),
         compile=farm.submit,
         gate=lambda facts, key, config: gate(facts, key, config, arch),
         predict=None if method == "compile" or not priced else lambda f, k, c: model.predict(f, k, c, priced),

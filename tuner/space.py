@@ -18,12 +18,18 @@ from zyfa.recipes import PRESETS, RECIPES
 if TYPE_CHECKING:
     import optuna
 
-# `precision="fp8"` may run any recipe that is safe on every layer: plain FP8, whatever the granularity of its scales,
-# loses half of the output in a layer with large key biases, and the fastest config must not be one that does.
-MAX_RECIPE_ERROR = 0.05
+# `precision="fp8"` may run any recipe whose worst certified error (certificate.py) is within this, unless --max-error
+# says otherwise. On flat random inputs plain FP8 makes 4 to 6.2 % whatever is done to Q and K first, at every head
+# dim, so a lower bound would judge the inputs; recipes that lose real layers make 10 to 58 % there.
+MAX_RECIPE_ERROR = 0.07
+# V scales of a channel are left out: a pass more, and on the samples the same error to three digits.
 FP8_RECIPES = (
     PRESETS["balanced"],
-    *(r.name for r in RECIPES.values() if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"]),
+    *(
+        r.name
+        for r in RECIPES.values()
+        if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"] and r.v_granularity != "channel"
+    ),
 )
 
 _COMMON: dict[str, tuple] = {
@@ -169,7 +175,7 @@ def broken_rule(config: AttentionConfig, key: AttentionKey, arch: str) -> str | 
 def domains(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> dict[str, tuple]:
     """The values of each field that matters for key on arch, first the safest; fields left out keep their default.
 
-    recipes: what FP8 may be made of; the recipe of the default config is always among it.
+    recipes: what FP8 may be made of.
     """
     space = dict(SPACE[arch])
     newer = space.pop("sched_strategy", None)
@@ -291,14 +297,16 @@ def _of_this_space(seed: Seed, key: AttentionKey, arch: str) -> AttentionConfig:
     return AttentionConfig(**config)
 
 
-def seeds(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> list[AttentionConfig]:
-    """Legal starting points without repeats: the default config, known good ones, and those with every FP8 recipe."""
+def seeds(
+    key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES, tiles: int = 1
+) -> list[AttentionConfig]:
+    """Legal starting points without repeats: the default config, known good ones, `tiles` of them with each recipe."""
     fitting = [
         _of_this_space(seed, key, arch)
         for seed in SEEDS
         if arch.startswith(seed.arch) and key.dtype in seed.dtypes and key.causal in seed.causal
     ]
     if key.dtype == "fp8":  # which recipe is fastest depends on the length more than on the tile
-        fitting += [dataclasses.replace(fitting[0], recipe=recipe) for recipe in recipes]
+        fitting += [dataclasses.replace(tile, recipe=recipe) for recipe in recipes for tile in fitting[:tiles]]
     legal = [config for config in fitting if broken_rule(config, key, arch) is None]
     return list(dict.fromkeys([default_config(arch, key), *legal]))

@@ -85,6 +85,10 @@ class CellStudy:
                 return config
         return self._nearest_untried(config)
 
+    def recipes(self) -> set[str]:
+        """Of all configs that were asked for."""
+        return {config.recipe for config in (*self.times, *self._running)}
+
     def claim(self, config: AttentionConfig) -> bool:
         """Marks a config as being evaluated; False if it is or was already."""
         if config in self._running or config in self.times:

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zyfa.config import AttentionKey, Cell, cell_of
+from zyfa.config import AttentionConfig, AttentionKey, Cell, cell_of
 from zyfa.errors import DatabaseError
 
+from .certificates import Licence, Stored, stored_in
 from .codec import unpack_facts, unpack_samples
-from .reader import opened, read
-from .schema import Toolchain
+from .reader import UNCERTIFIED, opened, read
+from .schema import Toolchain, version_of
 
 MAX_TRIALS = 500_000  # the longest tuning logs have some ten thousand
 
@@ -73,11 +74,13 @@ class Crown(NamedTuple):
 
 
 class Content(NamedTuple):
-    """meta; how often each trial was recorded; the winner of each seat."""
+    """meta; how often each trial was recorded; the winner of each seat, and of each recipe there; certificates."""
 
     meta: dict[str, str]
     trials: Counter[Record]
     winners: dict[Seat, Crown]
+    fronts: dict[tuple[Seat, str], Crown]
+    certificates: dict[Licence, Stored]
 
 
 def _padded(cell: Cell) -> list[str]:
@@ -91,28 +94,50 @@ _SQL = """SELECT t.id, c.dtype, c.head_dim, c.head_dim_v, s.nheads, s.nheads_k, 
 FROM trials t JOIN shapes s ON s.id = t.shape JOIN cells c ON c.id = s.cell
 JOIN toolchains h ON h.id = t.toolchain JOIN configs f ON f.id = t.config JOIN facts x ON x.id = t.facts"""
 
+_FRONTS = "SELECT recipe, trial, confidence, trials, default_ms, tuned_at FROM fronts"
+
 
 def read_content(path: str | os.PathLike) -> Content:
     """Everything that a database holds.
 
     Raises DatabaseError, also for a trial that lacks a part or a winner that does not read: writing it again would give
-    it a valid seal.
+    it a valid seal. FP8 winners without a certificate are left out, their trials are not.
     """
     skipped: list[str] = []
-    read(path, skipped)
-    if skipped:
-        raise DatabaseError(f"{path}: {skipped[0]}; see zyfa-db verify")
+    for view in ("best", "front"):
+        read(path, skipped, view)
+    if faults := [fault for fault in skipped if not fault.endswith(UNCERTIFIED)]:
+        raise DatabaseError(f"{path}: {faults[0]}; see zyfa-db verify")
     with opened(path) as conn:
         meta = dict(conn.execute("SELECT key, value FROM meta ORDER BY key LIMIT 100"))
         (stored,) = conn.execute("SELECT count(*) FROM trials").fetchone()
         if stored > MAX_TRIALS:
             raise DatabaseError(f"{path}: {stored} trials, more than {MAX_TRIALS}")
         by_id = {row[0]: _record(row) for row in conn.execute(_SQL)}
-        winners = conn.execute("SELECT trial, confidence, trials, default_ms, tuned_at FROM winners").fetchall()
-    if len(by_id) != stored or any(trial not in by_id for trial, *_ in winners):
+        winners = conn.execute("SELECT '', trial, confidence, trials, default_ms, tuned_at FROM winners").fetchall()
+        fronts = conn.execute(_FRONTS).fetchall() if version_of(conn, path) >= 2 else []
+        certificates = stored_in(conn)
+    if len(by_id) != stored or any(trial not in by_id for _, trial, *_ in winners + fronts):
         raise DatabaseError(f"{path}: some trials or winners lack a part; see zyfa-db verify")
-    crowns = [Crown(by_id[trial], *rest) for trial, *rest in winners]
-    return Content(meta, Counter(by_id.values()), {crown.seat: crown for crown in crowns})
+    crowns = [(recipe, Crown(by_id[trial], *rest)) for recipe, trial, *rest in winners + fronts]
+    crowns = [(recipe, crown) for recipe, crown in crowns if _is_shown(crown, certificates)]
+    return Content(
+        meta,
+        Counter(by_id.values()),
+        {crown.seat: crown for recipe, crown in crowns if not recipe},
+        {(crown.seat, recipe): crown for recipe, crown in crowns if recipe},
+        certificates,
+    )
+
+
+def _is_shown(crown: Crown, certificates: dict[Licence, Stored]) -> bool:
+    """Whether the views show it: FP8 needs the certificate of its recipe."""
+    key = crown.record.key
+    if key.dtype != "fp8":
+        return True
+    recipe = AttentionConfig.from_json(crown.record.config).recipe
+    at = crown.record.toolchain, crown.record.trust, recipe, key.head_dim, key.head_dim_v, key.causal
+    return Licence(*at) in certificates
 
 
 def _record(row: tuple) -> Record:

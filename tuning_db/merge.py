@@ -12,6 +12,7 @@ from typing import NamedTuple
 from zyfa.config import Cell
 from zyfa.errors import DatabaseError
 
+from .certificates import Licence, Stored
 from .content import Content, Crown, Record, Seat
 from .reader import Row
 
@@ -32,16 +33,28 @@ def merged(contents: Sequence[Content]) -> tuple[Content, list[Conflict]]:
         raise ValueError("contents is empty; at least one is needed")
     trials: Counter[Record] = Counter()
     winners: dict[Seat, Crown] = {}
-    conflicts = []
+    fronts: dict[tuple[Seat, str], Crown] = {}
+    certificates: dict[Licence, Stored] = {}
+    conflicts: list[Conflict] = []
     for content in contents:
         trials |= content.trials
-        for seat, crown in content.winners.items():
-            kept = winners.setdefault(seat, crown)
-            if kept != crown:
-                better, worse = (kept, crown) if evidence(kept) > evidence(crown) else (crown, kept)
-                winners[seat] = better
-                conflicts.append(Conflict(seat, better, worse))
-    return Content(_meta([content.meta for content in contents]), trials, winners), conflicts
+        conflicts += _join(winners, content.winners)
+        conflicts += _join(fronts, content.fronts)
+        for licence, stored in content.certificates.items():  # the newest, as when it is earned again
+            certificates[licence] = max(certificates.get(licence, stored), stored, key=lambda s: (s.created_at, s))
+    return Content(_meta([content.meta for content in contents]), trials, winners, fronts, certificates), conflicts
+
+
+def _join(seats: dict, more: dict) -> list[Conflict]:
+    """Adds the crowns of another file, the better evidence where both have one; returns what was in conflict."""
+    conflicts = []
+    for seat, crown in more.items():
+        kept = seats.setdefault(seat, crown)
+        if kept != crown:
+            better, worse = (kept, crown) if evidence(kept) > evidence(crown) else (crown, kept)
+            seats[seat] = better
+            conflicts.append(Conflict(crown.seat, better, worse))
+    return conflicts
 
 
 def evidence(crown: Crown) -> tuple:
@@ -105,7 +118,7 @@ def pruned(content: Content, keep: int, newest_kernel: bool = False) -> Content:
     Of each seat the `keep` fastest stay, the winner, every trial of the default config and one failure of each reason.
     With newest_kernel only the rows of the kernel that was tuned last.
     """
-    crowned = {crown.record for crown in content.winners.values()}
+    crowned = {crown.record for crown in (*content.winners.values(), *content.fronts.values())}
     hashes = {r.toolchain.kernel_hash for r in content.trials} if not newest_kernel else {_newest_kernel(content)}
     kept: Counter[Record] = Counter()
     seen: Counter[tuple] = Counter()
@@ -118,7 +131,9 @@ def pruned(content: Content, keep: int, newest_kernel: bool = False) -> Content:
         ):  # fmt: skip
             kept[record] = content.trials[record]
     winners = {seat: crown for seat, crown in content.winners.items() if crown.record in kept}
-    return Content(content.meta, kept, winners)
+    fronts = {seat: crown for seat, crown in content.fronts.items() if crown.record in kept}
+    certificates = {c: stored for c, stored in content.certificates.items() if c.toolchain.kernel_hash in hashes}
+    return Content(content.meta, kept, winners, fronts, certificates)
 
 
 def _newest_kernel(content: Content) -> str:

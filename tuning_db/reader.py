@@ -19,7 +19,7 @@ from zyfa.config import DTYPES, WINDOW_CLASSES, AttentionConfig, Cell
 from zyfa.errors import ConfigError, DatabaseError
 from zyfa.recipes import RECIPES
 
-from .schema import CONFIDENCES, TRUSTS, Toolchain, check_objects
+from .schema import CONFIDENCES, TRUSTS, Toolchain, check_objects, version_of
 
 DATA = Path(__file__).resolve().parent / "data"  # the shipped databases, <Device.db_name>.sqlite
 
@@ -31,7 +31,7 @@ BUSY_S = 5.0  # a commit holds the file for milliseconds; of 49 reads amid three
 
 
 class Row(NamedTuple):
-    """One row of the view `best`, checked. Times in ms, tflops as the view counts them, rel_err None if unknown."""
+    """One row of view `best` or `front`, checked. Times in ms, tflops as the view counts; rel_err None if unknown."""
 
     sku: str
     arch: str
@@ -69,23 +69,41 @@ class Row(NamedTuple):
         return Toolchain(self.kernel_hash, self.triton_version, self.torch_version, self.driver_version)
 
 
-def read(path: str | os.PathLike, skipped: list[str] | None = None) -> list[Row]:
+UNCERTIFIED = "have no certificate of their recipe; zyfa-tune earns it"
+_WHOLE = """SELECT count(*) FROM {} w
+JOIN trials t ON t.id = w.trial AND t.toolchain = w.toolchain AND t.trust = w.trust
+JOIN shapes s ON s.id = t.shape AND s.cell = w.cell
+JOIN configs f ON f.id = t.config
+WHERE t.outcome = 'ok'"""
+
+
+def read(path: str | os.PathLike, skipped: list[str] | None = None, view: str = "best") -> list[Row]:
     """The rows of `best`, newest first; a cell tuned with several toolchains has several.
+
+    view "front": instead the best row of each recipe in a cell, also of recipes beyond the tuner's error bound.
 
     A row that is not valid is left out, and why is appended to `skipped`. Raises DatabaseError naming the file and the
     reason when it cannot be used at all, SchemaTooNew when a newer ZYFA wrote it.
     """
+    table = {"best": "winners", "front": "fronts"}[view]
     with opened(path) as conn:
         for (fault,) in conn.execute("PRAGMA quick_check(1)"):
             if fault != "ok":
                 raise DatabaseError(f"{path}: damaged: {fault!r:.200}")
-        found = conn.execute(f"SELECT {', '.join(Row._fields)} FROM best LIMIT {MAX_ROWS + 1}").fetchall()
-        seals = [seal for (seal,) in conn.execute(f"SELECT seal FROM winners LIMIT {MAX_ROWS + 1}")]
+        certifies = version_of(conn, path) >= 2  # earlier files have neither certificates nor fronts
+        if view == "front" and not certifies:
+            return []
+        which = "" if certifies else "WHERE dtype <> 'fp8' "
+        found = conn.execute(f"SELECT {', '.join(Row._fields)} FROM {view} {which}LIMIT {MAX_ROWS + 1}").fetchall()
+        seals = [seal for (seal,) in conn.execute(f"SELECT seal FROM {table} LIMIT {MAX_ROWS + 1}")]
+        (whole,) = conn.execute(_WHOLE.format(table)).fetchone()
     if len(found) > MAX_ROWS:
         raise DatabaseError(f"{path}: more than {MAX_ROWS} rows")
     rows, faults = _valid(found, set(seals))
-    if len(seals) > len(found):
-        faults.append(f"{len(seals) - len(found)} winners lead to no valid trial")
+    if broken := len(seals) - whole:
+        faults.append(f"{broken} {table} lead to no valid trial")
+    if hidden := whole - len(found):
+        faults.append(f"{hidden} FP8 {table} {UNCERTIFIED}")
     if skipped is not None:
         skipped += faults
     return sorted(rows, key=lambda row: row.tuned_at, reverse=True)
@@ -96,10 +114,10 @@ def _valid(found: list[tuple], seals: set[str]) -> tuple[list["Row"], list[str]]
     rows, faults = [], []
     for number, values in enumerate(found, start=1):
         try:
-            rows.append(_checked(*values))
+            row = _checked(*values)
             if seal_of(values) not in seals:
-                rows.pop()
                 raise ValueError("does not match its seal: damaged, or changed by another program")
+            rows.append(row)
         except ValueError as error:
             faults.append(f"row {number}: {error}")
     return rows, faults
@@ -125,10 +143,7 @@ def opened(path: str | os.PathLike) -> Iterator[sqlite3.Connection]:
             conn.set_progress_handler(lambda: time.monotonic() > until, 1_000_000)
             check_objects(conn, path)
             yield conn
-    except (
-        sqlite3.Error,
-        UnicodeDecodeError,
-    ) as error:  # SQLite's message may quote damaged text, which Python decodes
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # its message may quote damaged text, which Python decodes
         raise DatabaseError(f"{path}: {error}{_hint(error, path)}") from error
 
 

@@ -31,6 +31,32 @@ class Toolchain(NamedTuple):
     driver_version: str
 
 
+# The contract with readers. Under the causal mask query i sees the keys j <= i + seqlen_k - seqlen_q: with
+# m = min(seqlen_q, seqlen_k) that is m (2 seqlen_k - m + 1) / 2 pairs, of 2 (head_dim + head_dim_v) FLOPs each.
+_VIEW = """CREATE VIEW {name} AS
+SELECT (SELECT value FROM meta WHERE key = 'sku') AS sku, (SELECT value FROM meta WHERE key = 'arch') AS arch,
+    c.dtype, c.head_dim, c.head_dim_v, c.nheads_ratio, c.causal, c.window_class, c.batch_heads, c.seqlen_q, c.seqlen_k,
+    f.config, f.granularity, t.ms, t.ms_lo, t.ms_hi,
+    2.0 * (c.head_dim + c.head_dim_v) * s.batch * s.nheads / (t.ms * 1e9) * CASE c.causal
+        WHEN 0 THEN s.seqlen_q * s.seqlen_k
+        ELSE min(s.seqlen_q, s.seqlen_k) * (2 * s.seqlen_k - min(s.seqlen_q, s.seqlen_k) + 1) / 2
+    END AS tflops,
+    t.rel_err, w.trust, w.confidence, w.trials,
+    h.kernel_hash, h.triton_version, h.torch_version, h.driver_version, w.tuned_at
+FROM {table} w
+JOIN trials t ON t.id = w.trial AND t.toolchain = w.toolchain AND t.trust = w.trust
+JOIN shapes s ON s.id = t.shape AND s.cell = w.cell
+JOIN cells c ON c.id = w.cell
+JOIN configs f ON f.id = t.config
+JOIN toolchains h ON h.id = w.toolchain
+WHERE t.outcome = 'ok'{certified}"""
+
+# Configs are in canonical spelling, so that the text finds the recipe.
+_CERTIFIED = """ AND (c.dtype <> 'fp8' OR EXISTS (
+    SELECT 1 FROM certificates k
+    WHERE k.toolchain = w.toolchain AND k.trust = w.trust AND k.head_dim = c.head_dim AND k.head_dim_v = c.head_dim_v
+        AND k.causal = c.causal AND instr(f.config, '"recipe":"' || k.recipe || '"') > 0))"""
+
 _INITIAL = (
     """CREATE TABLE meta (
     key   TEXT NOT NULL PRIMARY KEY,  -- sku (the whole key), vendor, arch, units, names (JSON), model_version
@@ -108,28 +134,43 @@ _INITIAL = (
     seal       TEXT    NOT NULL,                                    -- reader.seal_of its row of best
     PRIMARY KEY (cell, toolchain, trust)
 ) STRICT, WITHOUT ROWID""",
-    # The contract with readers. Under the causal mask query i sees the keys j <= i + seqlen_k - seqlen_q: with
-    # m = min(seqlen_q, seqlen_k) that is m (2 seqlen_k - m + 1) / 2 pairs, of 2 (head_dim + head_dim_v) FLOPs each.
-    """CREATE VIEW best AS
-SELECT (SELECT value FROM meta WHERE key = 'sku') AS sku, (SELECT value FROM meta WHERE key = 'arch') AS arch,
-    c.dtype, c.head_dim, c.head_dim_v, c.nheads_ratio, c.causal, c.window_class, c.batch_heads, c.seqlen_q, c.seqlen_k,
-    f.config, f.granularity, t.ms, t.ms_lo, t.ms_hi,
-    2.0 * (c.head_dim + c.head_dim_v) * s.batch * s.nheads / (t.ms * 1e9) * CASE c.causal
-        WHEN 0 THEN s.seqlen_q * s.seqlen_k
-        ELSE min(s.seqlen_q, s.seqlen_k) * (2 * s.seqlen_k - min(s.seqlen_q, s.seqlen_k) + 1) / 2
-    END AS tflops,
-    t.rel_err, w.trust, w.confidence, w.trials,
-    h.kernel_hash, h.triton_version, h.torch_version, h.driver_version, w.tuned_at
-FROM winners w
-JOIN trials t ON t.id = w.trial AND t.toolchain = w.toolchain AND t.trust = w.trust
-JOIN shapes s ON s.id = t.shape AND s.cell = w.cell
-JOIN cells c ON c.id = w.cell
-JOIN configs f ON f.id = t.config
-JOIN toolchains h ON h.id = w.toolchain
-WHERE t.outcome = 'ok'""",
+    _VIEW.format(name="best", table="winners", certified=""),
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_INITIAL,)  # forward only: a released step is never edited
+_CERTIFICATES = (
+    f"""CREATE TABLE certificates (  -- how far off an FP8 recipe was on inputs that are hard for it
+    toolchain  INTEGER NOT NULL REFERENCES toolchains(id),
+    trust      TEXT    NOT NULL CHECK (trust IN {TRUSTS}),  -- measured: the kernel on this GPU; predicted: emulation
+    recipe     TEXT    NOT NULL,
+    head_dim   INTEGER NOT NULL CHECK (head_dim > 0),
+    head_dim_v INTEGER NOT NULL CHECK (head_dim_v > 0),
+    causal     INTEGER NOT NULL CHECK (causal IN (0, 1)),
+    worst      REAL    NOT NULL CHECK (worst >= 0 AND worst < 1e9),  -- the largest of errors
+    errors     TEXT    NOT NULL,                                     -- JSON, input: [relative error of each seed]
+    created_at INTEGER NOT NULL CHECK (created_at > 0),              -- Unix seconds
+    seal       TEXT    NOT NULL,                                     -- certificates.Stored.seal
+    PRIMARY KEY (toolchain, trust, recipe, head_dim, head_dim_v, causal)
+) STRICT, WITHOUT ROWID""",
+    f"""CREATE TABLE fronts (  -- the best config of each recipe in a cell: time against error
+    cell       INTEGER NOT NULL REFERENCES cells(id),
+    toolchain  INTEGER NOT NULL REFERENCES toolchains(id),
+    trust      TEXT    NOT NULL CHECK (trust IN {TRUSTS}),
+    recipe     TEXT    NOT NULL,
+    trial      INTEGER NOT NULL REFERENCES trials(id),
+    confidence TEXT    NOT NULL CHECK (confidence IN {CONFIDENCES}),
+    trials     INTEGER NOT NULL CHECK (trials > 0),               -- how many of this recipe it was chosen from
+    default_ms REAL CHECK (default_ms > 0 AND default_ms < 1e9),
+    tuned_at   TEXT    NOT NULL,                                  -- UTC
+    seal       TEXT    NOT NULL,                                  -- reader.seal_of its row of front
+    PRIMARY KEY (cell, toolchain, trust, recipe)
+) STRICT, WITHOUT ROWID""",
+    "DROP VIEW best",
+    _VIEW.format(name="best", table="winners", certified=_CERTIFIED),
+    _VIEW.format(name="front", table="fronts", certified=_CERTIFIED),
+)
+
+# forward only: a released step is never edited
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_INITIAL, _CERTIFICATES)
 
 
 def version_of(conn: sqlite3.Connection, path) -> int:

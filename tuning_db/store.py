@@ -26,6 +26,7 @@ from zyfa.config import AttentionConfig, AttentionKey, Cell, cell_of
 from zyfa.device import Device
 from zyfa.errors import ConfigError, DatabaseError
 
+from .certificates import put
 from .codec import pack_facts, pack_samples, unpack_facts, unpack_samples
 from .content import Content, Crown, Record
 from .mounts import network_type
@@ -212,8 +213,12 @@ class Store:
                 self._db.conn.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", sorted(content.meta.items()))
                 oldest_first = sorted(content.trials.elements(), key=lambda r: (r.created_at, r.order))
                 ids = {record: self._append_record(record) for record in oldest_first}
+                for licence in sorted(content.certificates, key=lambda licence: licence.order):
+                    put(self, licence, content.certificates[licence])
                 for crown in sorted(content.winners.values(), key=lambda crown: crown.seat.order):
-                    self._append_crown(crown, ids[crown.record])
+                    self._append_crown("winners", {}, crown, ids[crown.record])
+                for (_, recipe), crown in sorted(content.fronts.items(), key=lambda x: (x[0][0].order, x[0][1])):
+                    self._append_crown("fronts", {"recipe": recipe}, crown, ids[crown.record])
         except sqlite3.Error as error:
             raise ValueError(f"{self.path}: content breaks the schema: {error}") from error
 
@@ -225,14 +230,14 @@ class Store:
         }  # fmt: skip
         return self._append(r.key, r.toolchain, r.config, r.granularity, pack_facts(json.loads(r.facts)), plain)
 
-    def _append_crown(self, crown: Crown, trial: int) -> None:
-        at = {
+    def _append_crown(self, table: str, more: dict, crown: Crown, trial: int) -> None:
+        at = more | {
             "cell": self._id("cells", crown.seat.cell._asdict()), "trust": crown.seat.trust, "trial": trial,
             "toolchain": self._id("toolchains", crown.seat.toolchain._asdict()), "confidence": crown.confidence,
             "trials": crown.trials, "default_ms": crown.default_ms, "tuned_at": crown.tuned_at, "seal": "",
         }  # fmt: skip
-        self._insert("winners", at)
-        self._seal(trial)
+        self._insert(table, at)
+        self._seal(table, trial)
 
     def _id(self, table: str, row: dict) -> int:
         """The id of the row with these values, inserted unless it is there."""
@@ -253,41 +258,55 @@ class Store:
     def set_winner(self, trial: int, *, confidence: str, trials: int, default_ms: float | None = None) -> None:
         """Makes a trial the winner of its cell for its toolchain and trust, in place of an earlier one.
 
-        trials: how many it was chosen from. Raises ValueError unless the trial exists and is "ok", and for a measured
-        one without rel_err: a time without its error is no evidence.
+        trials: how many it was chosen from. Raises ValueError unless the trial exists and is "ok", for a measured one
+        without rel_err, and for FP8 without a certificate of its recipe: a time without its error is no evidence.
         """
-        row = {
+        self._crown("winners", {}, trial, confidence, trials, default_ms)
+
+    def set_front(self, trial: int, *, confidence: str, trials: int, default_ms: float | None = None) -> None:
+        """Makes a trial the best of its recipe in its cell; trials: how many of the recipe. Raises as set_winner."""
+        found = self._db.execute(
+            "SELECT f.config FROM trials t JOIN configs f ON f.id = t.config WHERE t.id = ?", [trial]
+        ).fetchone()
+        recipe = AttentionConfig.from_json(found[0]).recipe if found else ""
+        self._crown("fronts", {"recipe": recipe}, trial, confidence, trials, default_ms)
+
+    def _crown(self, table: str, more: dict, trial: int, confidence: str, trials: int, default_ms) -> None:
+        row = more | {
             "trial": trial, "confidence": confidence, "trials": operator.index(trials),
-            "default_ms": _number("default_ms", default_ms), "tuned_at": _utc(time.time()),
+            "default_ms": _number("default_ms", default_ms), "tuned_at": _utc(time.time()), "seal": "",
         }  # fmt: skip
+        seat = {"cell": "s.cell", "toolchain": "t.toolchain", "trust": "t.trust"} | {name: f":{name}" for name in row}
         try:
             with self._writing():
-                written = self._db.execute(
-                    """INSERT OR REPLACE INTO winners
-                        (cell, toolchain, trust, trial, confidence, trials, default_ms, tuned_at, seal)
-                    SELECT s.cell, toolchain, trust, t.id, :confidence, :trials, :default_ms, :tuned_at, ''
+                self._db.execute(
+                    f"""INSERT OR REPLACE INTO {table} ({", ".join(seat)}) SELECT {", ".join(seat.values())}
                     FROM trials t JOIN shapes s ON s.id = t.shape
-                    WHERE t.id = :trial AND outcome = 'ok' AND (trust = 'predicted' OR rel_err IS NOT NULL)""",
+                    WHERE t.id = :trial AND outcome = 'ok' AND (t.trust = 'predicted' OR rel_err IS NOT NULL)""",
                     row,
-                ).rowcount
-                self._seal(trial)
+                )
+                if not self._seal(table, trial):
+                    raise ValueError(
+                        f"trial {trial} belongs not in {table}: it is absent, not ok, measured without rel_err, or its "
+                        "recipe has no certificate"
+                    )
         except sqlite3.IntegrityError as error:
-            raise ValueError(f"winner breaks the schema: {error}; got {row}") from error
-        if written != 1:
-            raise ValueError(f"trial {trial} cannot win: it is absent, not ok, or measured without rel_err")
+            raise ValueError(f"row of {table} breaks the schema: {error}; got {row}") from error
 
-    def _seal(self, trial: int) -> None:
-        """Gives the winner of this trial the seal of its row of best."""
+    def _seal(self, table: str, trial: int) -> bool:
+        """Gives the row of this trial the seal of what its view shows; False if that is nothing."""
         rows = self._db.execute(
-            f"""SELECT {", ".join(Row._fields)} FROM best
-            WHERE ({", ".join(Cell._fields)}, {", ".join(Toolchain._fields)}, trust) = (
-                SELECT {", ".join(f"c.{name}" for name in Cell._fields)}, {", ".join(Toolchain._fields)}, w.trust
-                FROM winners w JOIN cells c ON c.id = w.cell JOIN toolchains h ON h.id = w.toolchain
-                WHERE w.trial = ?)""",
+            f"""SELECT {", ".join(Row._fields)} FROM {_VIEWS[table]}
+            WHERE ({", ".join(Cell._fields)}, {", ".join(Toolchain._fields)}, trust, config) = (
+                SELECT {", ".join(f"c.{name}" for name in Cell._fields)}, {", ".join(Toolchain._fields)}, w.trust,
+                    f.config
+                FROM {table} w JOIN cells c ON c.id = w.cell JOIN toolchains h ON h.id = w.toolchain
+                JOIN trials t ON t.id = w.trial JOIN configs f ON f.id = t.config WHERE w.trial = ?)""",
             [trial],
         ).fetchall()
         for values in rows:
-            self._db.execute("UPDATE winners SET seal = ? WHERE trial = ?", [seal_of(values), trial])
+            self._db.execute(f"UPDATE {table} SET seal = ? WHERE trial = ?", [seal_of(values), trial])
+        return bool(rows)
 
     def trials(
         self, cell: Cell | None = None, toolchain: Toolchain | None = None, trust: str | None = None
@@ -357,6 +376,7 @@ class Store:
             part.unlink(missing_ok=True)
 
 
+_VIEWS = {"winners": "best", "fronts": "front"}
 _SHAPE = ("batch", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
 
 

@@ -1,7 +1,8 @@
 """A database as text: sorted lines of JSON that a pull request can show, and back again without loss.
 
 The first line names the form. Then `{"meta": ...}`, `{"facts": id, ...}` and `{"toolchain": id, ...}` once for each,
-`{"trial": id, ...}` without what is empty, and `{"winner": id of its trial, ...}`. An id is a hash of what it names, so
+`{"trial": id, ...}` without what is empty, `{"winner": id of its trial, ...}`, `{"front": id of its trial, ...}` and
+`{"certificate": what it allows, ...}`. An id is a hash of what it names, so
 a new trial changes no other line.
 """
 
@@ -14,10 +15,12 @@ from typing import NamedTuple
 from zyfa.config import AttentionKey
 from zyfa.errors import DatabaseError
 
+from .certificates import Licence, Stored
 from .content import Content, Crown, Record
 from .schema import Toolchain
 
-HEAD = "zyfa tuning database, text form 1"
+HEAD = "zyfa tuning database, text form 2"
+OLDER = ("zyfa tuning database, text form 1",)  # without certificates and fronts
 MAX_LINES = 1_000_000
 _EMPTY = {
     "granularity": "none", "is_default": 0, "ms": None, "ms_lo": None, "ms_hi": None, "samples_us": (), "rel_err": None,
@@ -37,16 +40,22 @@ def dump(content: Content) -> Iterator[str]:
         count = {"times": n} if (n := content.trials[record]) > 1 else {}
         yield _json({"trial": _id(record.order), **count, **_trial(record)})
     for crown in sorted(content.winners.values(), key=lambda crown: crown.seat.order):
-        yield _json({"winner": _id(crown.record.order), **dict(zip(Crown._fields[1:], crown[1:], strict=True))})
+        yield _json({"winner": _id(crown.record.order), **_crown(crown)})
+    for (_, recipe), crown in sorted(content.fronts.items(), key=lambda item: (item[0][0].order, item[0][1])):
+        yield _json({"front": _id(crown.record.order), "recipe": recipe, **_crown(crown)})
+    for licence in sorted(content.certificates, key=lambda licence: licence.order):
+        named = licence._asdict() | {"toolchain": _id(_json(licence.toolchain))}
+        stored = content.certificates[licence]
+        yield _json({"certificate": named, "errors": json.loads(stored.errors), "created_at": stored.created_at})
 
 
 def load(lines: Iterable[str]) -> Content:
     """Inverse of dump. Raises DatabaseError naming the line for anything that dump does not write."""
-    content, known = Content({}, Counter(), {}), _Known({}, {}, {})
+    content, known = Content({}, Counter(), {}, {}, {}), _Known({}, {}, {})
     for number, line in enumerate(lines, start=1):
         try:
             if number == 1:
-                _expect(line.rstrip("\r\n") == HEAD, f"the first line is not {HEAD!r}")
+                _expect(line.rstrip("\r\n") in (HEAD, *OLDER), f"the first line is not {HEAD!r}")
             elif line.strip():
                 _expect(number <= MAX_LINES, f"more than {MAX_LINES} lines")
                 _read(json.loads(line, parse_constant=_no_constant), content, known)
@@ -80,11 +89,33 @@ def _read(values: dict, content: Content, known: _Known) -> None:
         record = _record(values, known)
         known.trials[values["trial"]] = record
         content.trials[record] += _typed("times", values.get("times", 1), int)
+    elif "certificate" in values:
+        licence = _licence(values["certificate"], known)
+        _expect(licence not in content.certificates, "a second certificate of the same recipe")
+        stored = Stored(_json(values["errors"]), _typed("created_at", values["created_at"], int))
+        _expect(stored.worst < 1e9, f"errors are {stored.errors:.80}")
+        content.certificates[licence] = stored
     else:
-        crown = Crown(known.trials[values["winner"]], *(values[name] for name in Crown._fields[1:]))
+        crown = Crown(
+            known.trials[values.get("winner") or values["front"]], *(values[name] for name in Crown._fields[1:])
+        )
         _expect(isinstance(crown.confidence, str) and isinstance(crown.tuned_at, str), "a winner of wrong types")
-        _expect(crown.seat not in content.winners, "a second winner of the same seat")
-        content.winners[crown.seat] = crown
+        if "winner" in values:
+            _expect(crown.seat not in content.winners, "a second winner of the same seat")
+            content.winners[crown.seat] = crown
+        else:
+            seat = crown.seat, _typed("recipe", values["recipe"], str)
+            _expect(seat not in content.fronts, "a second front of the same seat and recipe")
+            content.fronts[seat] = crown
+
+
+def _crown(crown: Crown) -> dict:
+    return dict(zip(Crown._fields[1:], crown[1:], strict=True))
+
+
+def _licence(values: dict, known: _Known) -> Licence:
+    given = [_typed(name, values[name], kind) for name, kind in list(Licence.__annotations__.items())[1:]]
+    return Licence(known.toolchains[values["toolchain"]], *given)
 
 
 def _trial(record: Record) -> dict:

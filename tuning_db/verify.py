@@ -10,6 +10,7 @@ from zyfa.config import AttentionConfig, AttentionKey, cell_of
 from zyfa.errors import ConfigError, DatabaseError
 from zyfa.limits import broken_limit
 
+from .certificates import stored_in
 from .reader import granularity_of, opened, read
 
 
@@ -17,9 +18,11 @@ def findings(path: str | os.PathLike) -> list[str]:
     """One line per fault of the database; empty if it may be shipped. Never raises for what the file holds."""
     try:
         with opened(path) as conn:
+            stored_in(conn)
             found = [*_integrity(conn), *_meta(conn), *_winners(conn), *_trials(conn)]
         skipped: list[str] = []
-        read(path, skipped)
+        for view in ("best", "front"):
+            read(path, skipped, view)
     except DatabaseError as error:
         return [str(error)]
     return [f"{path}: {what}" for what in dict.fromkeys(found + skipped)]

@@ -10,6 +10,7 @@ from .errors import ConfigError, DatabaseError, SchemaTooNew, ZyfaError
 if TYPE_CHECKING:
     from .interface import attention, explain
     from .plan import plan_precision
+    from .prepared import prepare
 
 __all__ = [
     "AttentionConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "attention",
     "explain",
     "plan_precision",
+    "prepare",
     "recipes",
 ]
 __version__ = "0.1.0"
@@ -37,6 +39,10 @@ def __getattr__(name: str):
         from .plan import plan_precision
 
         return plan_precision
+    if name == "prepare":
+        from .prepared import prepare
+
+        return prepare
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

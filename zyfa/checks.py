@@ -26,6 +26,7 @@ class Call(NamedTuple):
     preset: str | None  # the recipe that `precision` asks for, None for the tuned one
     max_seqlen_q: int
     max_seqlen_k: int
+    quantises: bool = False  # 16-bit inputs that may run in FP8 with any recipe
 
 
 def _require(ok: bool, message: str) -> None:
@@ -178,7 +179,7 @@ def check_call(
         rows = max(q.shape[-3], k.shape[-3]) + sizes[0] * QUANT_ROWS
         _require(rows <= MAX_ROW_STRIDE, f"q and k must have at most {MAX_ROW_STRIDE} rows a head in FP8, got {rows}")
     preset = PRESETS[precision[4:]] if precision.startswith("fp8:") else None
-    return Call(key, (left, right), preset, sizes[1], sizes[2])
+    return Call(key, (left, right), preset, sizes[1], sizes[2], quantises=precision == "fp8" and not given_fp8)
 
 
 def expand_descale(name: str, descale, batch: int, heads: int, device) -> torch.Tensor:

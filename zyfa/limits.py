@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .archs import ARCHS, Arch
 from .config import AttentionConfig, AttentionKey, octave
-from .recipes import QUANT_ROWS, RECIPES
+from .recipes import QUANT_ROWS, RECIPES, Recipe
 
 SCHED_STRATEGIES = ("", "max-ilp", "max-memory-clause", "iterative-ilp", "iterative-minreg", "iterative-maxocc")
 AMD_DEFAULTS = {"waves_per_eu": 0, "matrix_instr_nonkdim": 0, "async_copy": -1, "sched_strategy": ""}
@@ -101,6 +101,10 @@ def _has_defaults(config: AttentionConfig, defaults: dict) -> bool:
     return all(getattr(config, name) == value for name, value in defaults.items())
 
 
+def _is_mx(config: AttentionConfig) -> bool:
+    return config.recipe != "none" and RECIPES[config.recipe].granularity == "mx"
+
+
 def knows_sched_strategy() -> bool:
     """Whether the installed Triton takes sched_strategy (from 3.8 on; there async copy is also gfx950's default)."""
     import triton  # late: only rows that use the option need to know the version
@@ -116,6 +120,11 @@ def knows_gluon() -> bool:
     except (ImportError, AttributeError):
         return False
     return True
+
+
+def _gluon_scales(recipe: Recipe) -> bool:
+    """It multiplies scores by one number a tile, adds no biases of keys, and scales V by tiles or heads."""
+    return recipe.qk_scales in ("none", "head", "block") and not recipe.q_mean and recipe.v_scaled_by != "channel"
 
 
 def _gluon_runs(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
@@ -134,7 +143,7 @@ def _gluon_runs(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
         and not (config.ping_pong and config.num_warps == 4)
         and config.maxnreg == 0
         and not config.tensor_descriptors
-        and not (fp8 and RECIPES[config.recipe].q_mean)  # it has no bias of single keys
+        and (not fp8 or _gluon_scales(RECIPES[config.recipe]))
         and all(64 <= width <= (128 if fp8 else 256) for width in widths)
         and config.BLOCK_N in ((64,) if widths[1] > 128 else (64, 128))
     )
@@ -165,6 +174,7 @@ LIMITS = (
         "maxnreg is 0 or a multiple of 8 from 24 to 255",
         lambda c, k, a: c.maxnreg == 0 or (24 <= c.maxnreg <= 255 and c.maxnreg % 8 == 0),
     ),
+    Limit("MX scales need gfx950's scaled matrix instructions", lambda c, k, a: a.name == "gfx950" or not _is_mx(c)),
     # An 8-bit dot sums at least 32 products on NVIDIA: over keys for P V.
     Limit("FP8 needs BLOCK_N >= 32", lambda c, k, a: a.vendor == "amd" or k.dtype != "fp8" or c.BLOCK_N >= 32),
     Limit("K and V tiles fit in shared memory", lambda c, k, a: lds_bytes(c, k, a.name) <= a.lds_bytes),

@@ -6,6 +6,7 @@ GPU has no row, one of another GPU of the same architecture is borrowed, those w
 wrong with a database costs one warning and the next step is taken; choosing never raises.
 """
 
+import dataclasses
 import os
 import sys
 import warnings
@@ -22,6 +23,7 @@ from .config import AttentionConfig, AttentionKey, Cell, cell_of
 from .device import Device
 from .errors import DatabaseError
 from .limits import broken_limit
+from .recipes import RECIPES
 from .toolchain import POLICIES, Running, grade, policy, rank, running
 
 # How far a row is borrowed, in octaves summed over seqlen_q, seqlen_k, batch_heads and nheads_ratio. In published
@@ -64,45 +66,88 @@ class _Table(NamedTuple):
     misses: tuple[str, ...]
 
 
-_chosen: dict[tuple[str, Cell], Choice] = {}
+_chosen: dict[tuple[str, Cell, str], Choice] = {}
+generation = 0  # of the choices: counts up when some are taken back, so that nobody goes on with them
 _warned: dict[str, object] = {}
 
 
-def choose(key: AttentionKey, device: Device) -> Choice:
-    """The Choice for a call on a device. Decided once per SKU and cell, then one dict lookup (0.9 us)."""
-    at = device.sku_key, cell_of(key)
+def choose(key: AttentionKey, device: Device, recipe: str = "") -> Choice:
+    """The Choice for a call on a device. Decided once per SKU, cell and recipe, then one dict lookup (0.9 us).
+
+    recipe: what the call names; "" leaves it to the tuned row, whose recipe is within the tuner's error bound.
+    """
+    at = device.sku_key, cell_of(key), recipe
     choice = _chosen.get(at)
     if choice is None:
-        choice = _chosen[at] = _decide(key, at[1], device)
+        choice = _chosen[at] = _of_recipe(key, at[1], device, recipe) if recipe else _decide(key, at[1], device)
         if "config" in os.environ.get("ZYFA_LOG", "").split(","):
             print(f"zyfa: {describe(choice, key, device)}".replace("\n", "\n      "), file=sys.stderr)
     return choice
 
 
-def withdraw(key: AttentionKey, device: Device, error: Exception) -> bool:
+def _of_recipe(key: AttentionKey, cell: Cell, device: Device, recipe: str) -> Choice:
+    """The best row of that recipe, of a front or a winner, else the tuned tile with it.
+
+    Rows beyond the tuner's error bound count too: the caller has named the recipe.
+    """
+    choice, tuned = _decide(key, cell, device, recipe), choose(key, device)
+    if choice.row is not None and (choice.trust, tuned.trust) != ("predicted", "measured"):
+        return choice
+    misses = (f"recipe {recipe}: no row of its own is better evidence; the tuned tile runs it", *tuned.misses)
+    return tuned._replace(config=_with_recipe(tuned.config, key, device, recipe), misses=misses)
+
+
+def _with_recipe(config: AttentionConfig, key: AttentionKey, device: Device, recipe: str) -> AttentionConfig:
+    """A tuned tile with another recipe than it was tuned with; where that does not fit, the default tile.
+
+    K tiles of 16 bits take one stage fewer than those of 8: 991 against 1351 us at 8k, causal, on an H200.
+    """
+    wider = config.variant == "triton" and RECIPES[recipe].qk == "bf16" and RECIPES[config.recipe].qk != "bf16"
+    wanted = dataclasses.replace(config, recipe=recipe, num_stages=max(config.num_stages - wider, 1))
+    if device.arch in ARCHS and broken_limit(wanted, key, device.arch):
+        wanted = dataclasses.replace(default_config(device.arch, key), recipe=recipe)
+    return wanted
+
+
+def faster_plain(fp8: Choice, key: AttentionKey, device: Device) -> Choice:
+    """The bf16 choice where both were timed in this very cell and FP8, quantisation included, was no faster."""
+    plain = choose(key._replace(dtype="bf16"), device)
+    timed = all(c.row and (c.match, c.trust) == ("exact", "measured") for c in (fp8, plain))
+    if not timed or fp8.row.ms < plain.row.ms:  # type: ignore[union-attr]
+        return fp8
+    told = f"fp8: {fp8.row.ms * 1e3:.4g} us with recipe {fp8.config.recipe}, no faster than bf16"  # type: ignore[union-attr]
+    return plain._replace(misses=(told, *plain.misses))
+
+
+def withdraw(key: AttentionKey, device: Device, error: Exception, recipe: str = "") -> bool:
     """Replaces the row that a call was given, and that failed to launch, by the default; False if there was none.
 
-    For this process and the cell only; one warning. A compiler other than the row's may refuse what that one compiled.
+    For this process, the cell and the named recipe only; one warning. A compiler other than the row's may refuse what
+    that one compiled.
     """
-    at = device.sku_key, cell_of(key)
+    global generation
+    at = device.sku_key, cell_of(key), recipe
     failed = _chosen.get(at)
     if failed is None or failed.row is None:
         return False
     reason = f"{type(error).__name__}: {str(error).strip()[:200]}"
     told = f"{failed.match} {failed.trust}: {failed.database}: row {failed.config.to_json()} failed to launch: {reason}"
-    _chosen[at] = Choice(
-        default_config(device.arch, key), "default", "none", None, None, (*failed.misses, told)
-    )  # fmt: skip
+    default = default_config(device.arch, key)
+    default = dataclasses.replace(default, recipe=recipe or default.recipe)
+    _chosen[at] = Choice(default, "default", "none", None, None, (*failed.misses, told))
+    generation += 1
     _warn(str(failed.database), f"a config failed to launch and the default runs instead: {reason}")
     return True
 
 
 def reset() -> None:
     """Forgets choices, tables and given warnings: files and environment are read again."""
+    global generation
     _chosen.clear()
     _warned.clear()
     _table.cache_clear()
     running.cache_clear()
+    generation += 1
 
 
 def user_db_path(device: Device) -> Path:
@@ -139,11 +184,13 @@ def _spelled(cell: Cell) -> str:
     return " ".join(f"{name}={value}" for name, value in cell._asdict().items())
 
 
-def _decide(key: AttentionKey, cell: Cell, device: Device) -> Choice:
-    own, alike, related, files = _table(device)
+def _decide(key: AttentionKey, cell: Cell, device: Device, recipe: str = "") -> Choice:
+    own, alike, related, files = _table(device, "front" if recipe else "best")
     misses = list(files)
     tiers = (("", own), ("borrowed", alike), ("borrowed", related)) if device.arch in ARCHS else ()
     for label, rows in tiers:
+        if recipe:
+            rows = tuple((path, row) for path, row in rows if row.config.recipe == recipe)
         scored = _scored(cell, rows, misses)
         for match, trust in STEPS if rows or not label else ():
             of_trust = [c for c in scored if c.row.trust == trust]
@@ -217,7 +264,8 @@ def _nothing(candidates: list[_Candidate], match: str) -> str:
 
 
 @cache
-def _table(device: Device) -> _Table:
+def _table(device: Device, view: str) -> _Table:
+    """The rows of view "best"; or of "front", and of "best" too."""
     own: list[tuple[str, reader.Row]] = []
     alike: list[tuple[str, reader.Row]] = []
     related: list[tuple[str, reader.Row]] = []
@@ -225,7 +273,7 @@ def _table(device: Device) -> _Table:
     warned = len(_warned)
     units = device.sku_key.rsplit("/", 1)[1]
     for path, required in _search_list(device, misses):
-        found = _rows_of(path, required, misses)
+        found = _rows_of(path, required, misses, view)
         for row in found:
             if row.arch == device.arch:
                 tier = own if row.sku == device.sku_key else alike if row.sku.endswith(f"/{units}") else related
@@ -253,10 +301,12 @@ def _search_list(device: Device, misses: list[str]) -> Iterator[tuple[Path, bool
             yield path, False
 
 
-def _rows_of(path: Path, required: bool, misses: list[str]) -> list[reader.Row]:
+def _rows_of(path: Path, required: bool, misses: list[str], view: str) -> list[reader.Row]:
     skipped: list[str] = []
     try:
         rows = reader.read(path, skipped)
+        if view != "best":
+            rows = [*reader.read(path, skipped, view), *rows]
     except DatabaseError as error:
         misses.append(str(error))
         if required or not isinstance(error.__cause__, FileNotFoundError):

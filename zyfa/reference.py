@@ -7,7 +7,7 @@ Everything here is plain PyTorch on any device. `attention_ref` in float64 is th
 import torch
 
 from .archs import ARCHS
-from .recipes import FP8_MAX, INT8_MAX, QUANT_ROWS, RECIPES, Recipe, p_offset
+from .recipes import FP8_MAX, INT8_MAX, MX_GROUP, QUANT_ROWS, RECIPES, Recipe, p_offset
 
 TILE = 128  # keys of one step of the online softmax; P is cast against the running maximum of the steps so far
 ROWS = 1024  # query rows at a time: bounds the memory of long sequences
@@ -42,22 +42,28 @@ def _cast_fp8(x: torch.Tensor, fp8_format: str) -> torch.Tensor:
     return x.float().clamp(-top, top).to(dtype).to(x.dtype)
 
 
-def _scales(x: torch.Tensor, granularity: str, top: float, is_v: bool) -> torch.Tensor:
-    """The scale of every row of x (batch, heads, rows, width), as (batch, heads, rows, 1)."""
-    b, h, n, _ = x.shape
-    amax = x.abs().amax(3)
+def _amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
+    """The largest magnitude of what shares a scale, for every element of x (batch, heads, rows, width)."""
+    size, (b, h, n, width) = x.abs(), x.shape
     if granularity == "tensor":
-        amax = amax.amax().expand(b, h, n)
-    elif granularity == "head":
-        amax = amax.amax(2, keepdim=True).expand(b, h, n)
-    else:
-        padded = torch.nn.functional.pad(amax, (0, -n % QUANT_ROWS)).view(b, h, -1, QUANT_ROWS).amax(3)
-        amax = padded.repeat_interleave(QUANT_ROWS, 2)[:, :, :n]
-    scale = (amax.float() / top).clamp_min(MIN_SCALE)
-    if is_v:  # a power of two, rounded up
+        return size.amax().expand_as(x)
+    if granularity == "mx":
+        padded = torch.nn.functional.pad(size, (0, -width % MX_GROUP)).unflatten(3, (-1, MX_GROUP)).amax(4)
+        return padded.repeat_interleave(MX_GROUP, 3)[..., :width]
+    if granularity == "block":
+        padded = torch.nn.functional.pad(size.amax(3), (0, -n % QUANT_ROWS)).view(b, h, -1, QUANT_ROWS).amax(3)
+        return padded.repeat_interleave(QUANT_ROWS, 2)[:, :, :n, None].expand_as(x)
+    axes = {"head": (2, 3), "row": (3,), "channel": (2,)}[granularity]
+    return size.amax(axes, keepdim=True).expand_as(x)
+
+
+def _scales(x: torch.Tensor, granularity: str, top: float, is_v: bool) -> torch.Tensor:
+    """The scale of every element of x (batch, heads, rows, width)."""
+    scale = (_amax(x, granularity).float() / top).clamp_min(MIN_SCALE)
+    if is_v or granularity == "mx":  # a power of two, rounded up
         mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()).clamp_min(MIN_V_SCALE)
-    return scale[..., None].to(x.dtype)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    return (scale.clamp_min(MIN_V_SCALE) if is_v else scale).to(x.dtype)
 
 
 def fake_quantise(x, recipe: Recipe, fp8_format: str = "e4m3fn", is_v: bool = False) -> torch.Tensor:
@@ -67,7 +73,7 @@ def fake_quantise(x, recipe: Recipe, fp8_format: str = "e4m3fn", is_v: bool = Fa
     if recipe.qk == "int8" and not is_v:
         scale = _scales(x, recipe.granularity, INT8_MAX, is_v)
         return torch.round((x / scale).clamp(-INT8_MAX, INT8_MAX)) * scale
-    scale = _scales(x, recipe.granularity, FP8_MAX[fp8_format], is_v)
+    scale = _scales(x, recipe.v_scaled_by if is_v else recipe.granularity, FP8_MAX[fp8_format], is_v)
     return _cast_fp8(x / scale, fp8_format) * scale
 
 

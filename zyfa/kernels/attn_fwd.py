@@ -14,9 +14,10 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 MAX_RATIO: tl.constexpr = tl.constexpr(2.0**90)
 # Callers' descales may be 0; a logit scale of 0 would turn the -inf of a mask into NaN.
 MIN_LOGIT_SCALE: tl.constexpr = tl.constexpr(1e-30)
+E4M3: tl.constexpr = tl.constexpr("e4m3")
 # Sizes that no instruction depends on: one build serves every length, also 1 and multiples of 16.
 UNSPECIALISED = (
-    "stride_q_descale", "stride_k_descale", "stride_row_shift", "stride_col_bias", "stride_lse",
+    "stride_q_descale", "stride_k_descale", "stride_v_descale", "stride_row_shift", "stride_col_bias", "stride_lse",
     "batch_heads", "nheads", "group", "seqlen_q", "seqlen_k", "num_m_blocks", "window_left", "window_right",
 )  # fmt: skip
 
@@ -179,19 +180,30 @@ def _load_v(
 
 @triton.jit
 def _logits(
-    q, k, scale, row_shift, col_bias, n, softcap,
-    SOFTCAP: tl.constexpr, ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, q_mx, k, k_descale, scale, row_shift, col_bias, n, softcap,
+    SOFTCAP: tl.constexpr, ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr, SCALES: tl.constexpr,
+    QUANT_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Q times K transposed in fp32, and the scale a row that is still to be applied to it.
 
     The scale stays out where nothing is added to the logits: the maximum and exp2's argument take it for free.
     """
-    s = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32) if q.dtype == tl.int8 else tl.dot(q, k)
+    offs_n = n + tl.arange(0, BLOCK_N)
+    if SCALES == "mx":
+        groups = tl.arange(0, BLOCK_D // 32)
+        k_mx = tl.load(k_descale + offs_n[:, None] * (BLOCK_D // 32) + groups[None, :])
+        s = tl.dot_scaled(q, q_mx, E4M3, k, k_mx, E4M3)
+    else:
+        s = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32) if q.dtype == tl.int8 else tl.dot(q, k)
+    if SCALES == "block":
+        scale = scale * tl.load(k_descale + n // QUANT_ROWS)
+    elif SCALES == "row":
+        s = s * tl.load(k_descale + offs_n)[None, :]
     if COL_BIAS or SOFTCAP:
         s = s * scale[:, None]
         scale = scale * 0.0 + 1.0
     if COL_BIAS:  # what Q's mean took from the logits of these keys
-        s += tl.load(col_bias + n + tl.arange(0, BLOCK_N))[None, :]
+        s += tl.load(col_bias + offs_n)[None, :]
     if SOFTCAP:  # bounds the true logits; tanh(x) = 1 - 2 / (e^2x + 1) is finite at both ends
         if ROW_SHIFT:
             s += row_shift[:, None]
@@ -202,12 +214,12 @@ def _logits(
 @triton.jit
 def _walk(
     acc, l_i, m_i, v_scale,  # running output, row sum, row max (base 2) and the scale that acc is in
-    q, K, k_row, k_col, stride_kn, V, v_row, v_col, stride_vn,
+    q, q_mx, K, k_row, k_col, stride_kn, V, v_row, v_col, stride_vn,
     k_descale, v_descale, qk_scale, row_shift, col_bias, softcap,  # qk_scale: one value a row
     n_lo, n_hi, rows, seqlen_k, window_left, window_right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-    K_DESCRIPTOR: tl.constexpr, V_DESCRIPTOR: tl.constexpr, V_TRANSPOSED: tl.constexpr, V_QUANTISED: tl.constexpr,
-    K_BLOCK_SCALES: tl.constexpr, V_BLOCK_SCALES: tl.constexpr, ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr,
+    K_DESCRIPTOR: tl.constexpr, V_DESCRIPTOR: tl.constexpr, V_TRANSPOSED: tl.constexpr,
+    QK_SCALES: tl.constexpr, V_SCALES: tl.constexpr, ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr,
     QUANT_ROWS: tl.constexpr, P_OFFSET: tl.constexpr, SHORT_SUM: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -215,10 +227,8 @@ def _walk(
     """Attend to the keys [n_lo, n_hi), a tile at a time. `rows` are key positions of the query rows."""
     for n in range(n_lo, n_hi, BLOCK_N):
         k = _load_k(K, k_row, k_col, stride_kn, n, seqlen_k, K_DESCRIPTOR, MASKED, HEAD_DIM, BLOCK_D, BLOCK_N)
-        scale = qk_scale
-        if K_BLOCK_SCALES:
-            scale = qk_scale * tl.load(k_descale + n // QUANT_ROWS)
-        s, scale = _logits(q, k, scale, row_shift, col_bias, n, softcap, SOFTCAP, ROW_SHIFT, COL_BIAS, BLOCK_N)
+        s, scale = _logits(q, q_mx, k, k_descale, qk_scale, row_shift, col_bias, n, softcap,
+                           SOFTCAP, ROW_SHIFT, COL_BIAS, QK_SCALES, QUANT_ROWS, BLOCK_D, BLOCK_N)  # fmt: skip
         if MASKED:
             cols = n + tl.arange(0, BLOCK_N)[None, :]
             keep = cols < seqlen_k
@@ -234,13 +244,13 @@ def _walk(
         p = tl.exp2(s * scale[:, None] - (shift - P_OFFSET)[:, None])
         alpha = tl.exp2(m_i - shift)
         l_i = l_i * alpha + tl.sum(p, 1)
-        if V_BLOCK_SCALES:  # acc is kept in units of this tile's V scale; the scales are powers of two: exact
+        if V_SCALES == "block":  # acc is kept in units of this tile's V scale; the scales are powers of two: exact
             next_scale = tl.load(v_descale + n // QUANT_ROWS)
             alpha = alpha * min(v_scale / next_scale, MAX_RATIO)
             v_scale = next_scale
         v = _load_v(
             V, v_row, v_col, stride_vn, n, seqlen_k,
-            V_DESCRIPTOR, MASKED, V_TRANSPOSED, V_QUANTISED, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+            V_DESCRIPTOR, MASKED, V_TRANSPOSED, V_SCALES != "none", HEAD_DIM_V, BLOCK_DV, BLOCK_N,
         )  # fmt: skip
         acc = acc * alpha[:, None]
         if SHORT_SUM:  # summed in fp32 outside the matrix unit, which rounds long FP8 sums
@@ -254,18 +264,18 @@ def _walk(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attn_fwd(
     Q, K, V, O, LSE,  # K, V: pointers, or tensor descriptors: 1 heads are columns, 2 heads are rows
-    q_descale, k_descale, v_descale,  # fp32 (batch, heads[, blocks of QUANT_ROWS])
+    q_descale, k_descale, v_descale,  # as QK_SCALES and V_SCALES say: a head's, a block's, a row's, a channel's
     row_shift, col_bias,  # fp32 (batch, nheads, padded rows), base 2: what smoothing took from rows and columns
     sink, cu_seqlens_q, cu_seqlens_k,  # fp32 (nheads); int32 (batch + 1)
     qk_scale, softcap,  # both times log2(e)
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_ob, stride_om, stride_oh,  # elements; of K and V as descriptors: rows, or columns from head to head
-    stride_q_descale, stride_k_descale,  # from one head to the next; 0 when all heads share one
+    stride_q_descale, stride_k_descale, stride_v_descale,  # from one head to the next; 0 when all heads share one
     stride_row_shift, stride_col_bias, stride_lse,
     batch_heads, nheads, group, seqlen_q, seqlen_k, num_m_blocks, window_left, window_right,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
-    QK_QUANTISED: tl.constexpr, V_QUANTISED: tl.constexpr, BLOCK_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    QK_SCALES: tl.constexpr, V_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr,
     ROW_SHIFT: tl.constexpr, COL_BIAS: tl.constexpr, P_OFFSET: tl.constexpr, V_TRANSPOSED: tl.constexpr,
     K_DESCRIPTOR: tl.constexpr, V_DESCRIPTOR: tl.constexpr, SHORT_SUM: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -278,6 +288,8 @@ def attn_fwd(
     h = bh % nheads
     hk = h // group
     max_q, max_k = seqlen_q, seqlen_k
+    QK_QUANTISED: tl.constexpr = QK_SCALES != "none"
+    V_QUANTISED: tl.constexpr = V_SCALES != "none"
     q_first, lse_first, seqlen_q = _sequence(b, cu_seqlens_q, seqlen_q, VARLEN, QK_QUANTISED, QUANT_ROWS)
     k_first, _, _ = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, QK_QUANTISED, QUANT_ROWS)
     v_first, _, seqlen_k = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, V_QUANTISED, QUANT_ROWS)
@@ -301,17 +313,30 @@ def attn_fwd(
     kv_head = hk if VARLEN else b * (nheads // group) + hk
     row_scale = tl.zeros([BLOCK_M], tl.float32) + qk_scale
     v_scale = 1.0
-    if QK_QUANTISED and BLOCK_SCALES:
-        row_scale *= tl.load(q_descale + head * stride_q_descale + (q_first + offs_m) // QUANT_ROWS, in_rows, other=1.0)
-        k_descale += kv_head * stride_k_descale + k_first // QUANT_ROWS
-    elif QK_QUANTISED:
-        q_descale += bh * stride_q_descale
-        row_scale *= tl.load(q_descale) * tl.load(k_descale + (b * (nheads // group) + hk) * stride_k_descale)
+    heads_k = nheads // group
+    q_mx = 0  # read with "mx" only
+    if QK_SCALES == "head":
+        row_scale *= tl.load(q_descale + bh * stride_q_descale)
+        row_scale *= tl.load(k_descale + (b * heads_k + hk) * stride_k_descale)
         row_scale = tl.maximum(row_scale, MIN_LOGIT_SCALE)
-    if V_QUANTISED and BLOCK_SCALES:
-        v_descale += kv_head * stride_k_descale + v_first // QUANT_ROWS
-    elif V_QUANTISED:
-        v_scale = tl.load(v_descale + (b * (nheads // group) + hk) * stride_k_descale)
+    elif QK_QUANTISED:
+        q_descale += tl.cast(head, tl.int64) * stride_q_descale
+        k_descale += tl.cast(kv_head, tl.int64) * stride_k_descale
+        if QK_SCALES == "block":
+            row_scale *= tl.load(q_descale + (q_first + offs_m) // QUANT_ROWS, in_rows, other=1.0)
+            k_descale += k_first // QUANT_ROWS
+        elif QK_SCALES == "row":
+            row_scale *= tl.load(q_descale + q_first + offs_m, in_rows, other=1.0)
+            k_descale += k_first
+        else:
+            q_descale += tl.cast(q_first, tl.int64) * (BLOCK_D // 32)
+            groups = offs_m[:, None] * (BLOCK_D // 32) + tl.arange(0, BLOCK_D // 32)[None, :]
+            q_mx = tl.load(q_descale + groups, in_rows[:, None], other=127)  # 2^0
+            k_descale += tl.cast(k_first, tl.int64) * (BLOCK_D // 32)
+    if V_SCALES == "block":
+        v_descale += tl.cast(kv_head, tl.int64) * stride_v_descale + v_first // QUANT_ROWS
+    elif V_SCALES == "head":
+        v_scale = tl.load(v_descale + (b * heads_k + hk) * stride_v_descale)
     shift = tl.zeros([BLOCK_M], tl.float32)
     if ROW_SHIFT:
         shift = tl.load(row_shift + tl.cast(head, tl.int64) * stride_row_shift + q_first + offs_m, in_rows, other=0.0)
@@ -337,11 +362,11 @@ def attn_fwd(
             n_lo, n_hi = max(full_lo, full_hi), hi
         if part != 0 or HAS_LEFT:
             acc, l_i, m_i, v_scale = _walk(
-                acc, l_i, m_i, v_scale, q, k_tiles, k_row, k_col, stride_kn, v_tiles, v_row, v_col, stride_vn,
+                acc, l_i, m_i, v_scale, q, q_mx, k_tiles, k_row, k_col, stride_kn, v_tiles, v_row, v_col, stride_vn,
                 k_descale, v_descale, row_scale, shift, col_bias, softcap, n_lo, n_hi, rows, seqlen_k,
                 window_left, window_right, HAS_LEFT, HAS_RIGHT, SOFTCAP, part != 1, K_DESCRIPTOR, V_DESCRIPTOR,
-                V_TRANSPOSED, V_QUANTISED, QK_QUANTISED and BLOCK_SCALES, V_QUANTISED and BLOCK_SCALES,
-                ROW_SHIFT, COL_BIAS, QUANT_ROWS, P_OFFSET, SHORT_SUM, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
+                V_TRANSPOSED, QK_SCALES, V_SCALES, ROW_SHIFT, COL_BIAS, QUANT_ROWS, P_OFFSET, SHORT_SUM,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
             )  # fmt: skip
 
     if VARLEN:  # a max_seqlen that is too small shows as NaN, not as stale memory
@@ -355,4 +380,7 @@ def attn_fwd(
             lse += shift
         tl.store(LSE + tl.cast(head, tl.int64) * stride_lse + lse_first + offs_m, lse * LN2, in_rows)
     acc = acc * (v_scale / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    if V_SCALES == "channel":
+        v_scales = v_descale + (b * heads_k + hk) * stride_v_descale + tl.arange(0, BLOCK_DV)
+        acc = acc * tl.load(v_scales)[None, :]
     _store(O, acc, b, h, lse_first, m, in_rows, stride_ob, stride_om, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV)

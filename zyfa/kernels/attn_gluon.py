@@ -28,7 +28,7 @@ BIAS_BITS = gl.constexpr(0x4B400000)
 FLUSH_KEYS = gl.constexpr(1024)  # whose FP8 products are summed in the matrix unit
 PRODUCER_REGISTERS = gl.constexpr(24)
 UNSPECIALISED = (
-    "stride_q_descale", "stride_k_descale", "stride_row_shift", "stride_lse",
+    "stride_q_descale", "stride_k_descale", "stride_v_descale", "stride_row_shift", "stride_lse",
     "batch_heads", "nheads", "group", "seqlen_q", "seqlen_k", "num_m_blocks", "window_left", "window_right",
 )  # fmt: skip
 
@@ -133,7 +133,7 @@ def _pack(p, operand: gl.constexpr, c: gl.constexpr):
     """P rounded, 32 bits in each int32. A loop that carries single values pays 64 byte permutes a tile (8 bits: 140).
 
     In 8 bits a lane holds the columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16 of P, and an operand wants four neighbours:
-    the quantiser has stored V's keys in that order (quantize._write), so no data crosses lanes.
+    the quantiser has stored V's keys in that order (scales.write), so no data crosses lanes.
     """
     BLOCK_N: gl.constexpr = c.BLOCK_N
     if c.V_QUANTISED:
@@ -181,11 +181,11 @@ def _unpack(packed, operand: gl.constexpr, c: gl.constexpr):
 @gluon.jit
 def _scales(n, scales, c: gl.constexpr):
     """(logit scale, V scale) of a key tile; scales: of the rows, of V where there is one only, pointers to the rest."""
-    scale, v_scale, k_descale, v_descale = scales
-    if c.BLOCK_SCALES and c.QK_QUANTISED:
-        scale = gl.maximum(scale * gl.load(k_descale + n * c.BLOCK_N // c.QUANT_ROWS), MIN_LOGIT_SCALE)
-    if c.BLOCK_SCALES and c.V_QUANTISED:
-        v_scale = gl.load(v_descale + n * c.BLOCK_N // c.QUANT_ROWS)
+    scale, v_scale = scales[0], scales[1]
+    if c.QK_BLOCKS:
+        scale = gl.maximum(scale * gl.load(scales[2] + n * c.BLOCK_N // c.QUANT_ROWS), MIN_LOGIT_SCALE)
+    if c.V_BLOCKS:
+        v_scale = gl.load(scales[3] + n * c.BLOCK_N // c.QUANT_ROWS)
     return scale, v_scale
 
 
@@ -230,7 +230,7 @@ def _step(
     l = l * alpha + gl.sum(e, 1)
     p_new = _pack(e, operand, c)
     acc = _output(pv, p, v_ring, stage, c)
-    if c.V_QUANTISED and c.BLOCK_SCALES:  # acc is kept in units of this tile's V scale; powers of two: exact
+    if c.V_BLOCKS:  # acc is kept in units of this tile's V scale; powers of two: exact
         alpha = alpha * gl.minimum(v_scale / next_v, MAX_RATIO)
     acc = _rescaled(acc, alpha)
     if c.V_QUANTISED:
@@ -314,7 +314,6 @@ def _store(out, acc, m, l, v_scale, b, h, head, first_row, seqlen_q, c: gl.const
 def _consume(WG: gl.constexpr, rings, out, scales, sizes, c: gl.constexpr):
     """One consumer: ROWS query rows of every tile of this program."""
     batch_heads, nheads, group, seqlen_q, seqlen_k, num_m_blocks, window_left, window_right = sizes
-    qk_scale, q_descale, k_descale, v_descale, stride_q_descale, stride_k_descale = scales
     q_ring, k_ring, v_ring, sums = rings
     q_smem, q_full, q_empty = q_ring
     num_tiles = num_m_blocks * batch_heads
@@ -334,21 +333,24 @@ def _consume(WG: gl.constexpr, rings, out, scales, sizes, c: gl.constexpr):
         row_hi = gl.zeros_like(rows) + (seqlen_k - 1)
         if c.HAS_RIGHT:
             row_hi = gl.minimum(row_hi, rows + window_right)
-        scale = qk_scale
-        v_scale = 1.0
-        if c.QK_QUANTISED and c.BLOCK_SCALES:  # a consumer's rows share a scale
-            scale *= gl.load(q_descale + bh * stride_q_descale + first_row // c.QUANT_ROWS)
-        elif c.QK_QUANTISED:
-            scale *= gl.load(q_descale + bh * stride_q_descale) * gl.load(k_descale + kv_head * stride_k_descale)
-        scale = gl.maximum(scale, MIN_LOGIT_SCALE)
-        if c.V_QUANTISED and not c.BLOCK_SCALES:
-            v_scale = gl.load(v_descale + kv_head * stride_k_descale)
+        scale = scales[0]
+        tile_scales = (gl.maximum(scale, MIN_LOGIT_SCALE), 1.0)
+        if c.V_QUANTISED:
+            _, q_descale, k_descale, v_descale, stride_q_descale, stride_k_descale, stride_v_descale = scales
+            v_scale = 1.0
+            if c.QK_BLOCKS:  # a consumer's rows share a scale
+                scale *= gl.load(q_descale + bh * stride_q_descale + first_row // c.QUANT_ROWS)
+            elif c.QK_QUANTISED:
+                scale *= gl.load(q_descale + bh * stride_q_descale) * gl.load(k_descale + kv_head * stride_k_descale)
+            if not c.V_BLOCKS:
+                v_scale = gl.load(v_descale + kv_head * stride_v_descale)
+            tile_scales = (
+                gl.maximum(scale, MIN_LOGIT_SCALE), v_scale,
+                k_descale + kv_head * stride_k_descale, v_descale + kv_head * stride_v_descale,
+            )  # fmt: skip
         mbarrier.wait(q_full, i & 1)
         q = q_smem.index(WG)
         q = q.reshape([ROWS, q.shape[3]])
-        tile_scales = (
-            scale, v_scale, k_descale + kv_head * stride_k_descale, v_descale + kv_head * stride_k_descale
-        )  # fmt: skip
         limits = (rows - window_left, row_hi)
         acc, v_scale, m, l, stage, phase = _attend(
             q, sums.index(WG), k_ring, v_ring, stage, phase, tiles, limits, tile_scales, WG, c
@@ -361,7 +363,7 @@ def _consume(WG: gl.constexpr, rings, out, scales, sizes, c: gl.constexpr):
 def attn_gluon(
     Q, K, V,  # descriptors of (batch, heads, rows, width); V in 8 bits (batch, heads, width, rows)
     O, LSE, q_descale, k_descale, v_descale, row_shift, qk_scale,  # as in attn_fwd; absent ones are any pointer
-    stride_ob, stride_om, stride_oh, stride_q_descale, stride_k_descale, stride_row_shift, stride_lse,
+    stride_ob, stride_om, stride_oh, stride_q_descale, stride_k_descale, stride_v_descale, stride_row_shift, stride_lse,
     batch_heads, nheads, group, seqlen_q, seqlen_k, num_m_blocks, window_left, window_right,
     c: gl.constexpr,
 ):  # fmt: skip
@@ -380,7 +382,9 @@ def attn_gluon(
     fence_async_shared()
     sizes = (batch_heads, nheads, group, seqlen_q, seqlen_k, num_m_blocks, window_left, window_right)
     out = (O, LSE, row_shift, stride_ob, stride_om, stride_oh, stride_row_shift, stride_lse)
-    scales = (qk_scale, q_descale, k_descale, v_descale, stride_q_descale, stride_k_descale)
+    scales = (qk_scale,)
+    if c.V_QUANTISED:
+        scales = (qk_scale, q_descale, k_descale, v_descale, stride_q_descale, stride_k_descale, stride_v_descale)
     if c.CONSUMERS == 1:
         gl.warp_specialize(
             [(_consume, (0, rings, out, scales, sizes, c)), (_produce, (Q, K, V, rings, sizes, c))],

@@ -19,7 +19,8 @@ class Options(NamedTuple):
     HAS_LSE: bool
     QK_QUANTISED: bool
     V_QUANTISED: bool
-    BLOCK_SCALES: bool
+    QK_BLOCKS: bool  # scales of blocks of QUANT_ROWS rows, else one a head
+    V_BLOCKS: bool
     FP16: bool
     QUANT_ROWS: int
     ROW_SHIFT: bool

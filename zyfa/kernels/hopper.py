@@ -66,7 +66,7 @@ def start(
     )  # fmt: skip
     options = Options(
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_LSE=lse is not None, QK_QUANTISED=ops.qk_quantised,
-        V_QUANTISED=ops.v_quantised, BLOCK_SCALES=ops.block_scales,
+        V_QUANTISED=ops.v_quantised, QK_BLOCKS=ops.qk_scales == "block", V_BLOCKS=ops.v_scales == "block",
         FP16=out.dtype == torch.float16, QUANT_ROWS=QUANT_ROWS,
         ROW_SHIFT=ops.row_shift is not None, P_OFFSET=ops.p_offset, HEAD_DIM_V=shape.head_dim_v,
         STAGED=stages_output(config.num_warps, shape.block_dv),

@@ -49,7 +49,7 @@ def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch,
     return {
         "VARLEN": shape.varlen, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "SOFTCAP": softcap > 0.0,
         "HAS_SINK": sink is not None, "HAS_LSE": lse is not None,
-        "QK_QUANTISED": ops.qk_quantised, "V_QUANTISED": ops.v_quantised, "BLOCK_SCALES": ops.block_scales,
+        "QK_SCALES": ops.qk_scales, "V_SCALES": ops.v_scales,
         "QUANT_ROWS": QUANT_ROWS, "ROW_SHIFT": ops.row_shift is not None, "COL_BIAS": ops.col_bias is not None,
         "P_OFFSET": ops.p_offset, "V_TRANSPOSED": ops.v_transposed,
         "K_DESCRIPTOR": ops.k_descriptor, "V_DESCRIPTOR": ops.v_descriptor,
@@ -72,7 +72,9 @@ def prepare_operands(
     else:
         # FP8 inputs carry no means and no rotation: only the plain recipe describes them
         recipe = RECIPES["head" if descales else config.recipe]
-        if recipe.qk != "bf16" and arch.vendor == "nvidia":
+        if recipe.granularity == "mx":
+            shape = shape._replace(min_block_d=64)  # the scaled matrix instructions sum 64 products at least
+        elif recipe.qk != "bf16" and arch.vendor == "nvidia":
             shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
         gluon = config.variant == "gluon"
         run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon)
@@ -104,14 +106,15 @@ def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: floa
 def attention_forward(
     q, k, v, *, config: AttentionConfig, arch: str, causal=False, softmax_scale=None, window_size=(-1, -1), softcap=0.0,
     sink=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    descales=None, out=None, return_lse=False, compile_only=False,
+    descales=None, out=None, return_lse=False, compile_only=False, with_plan=False,
 ):  # fmt: skip
     """Attention of checked inputs with a given config: (out, lse or None), launched on the current stream.
 
     q (batch, seqlen_q, nheads, head_dim), k, v (batch, seqlen_k, nheads_k, head_dim[_v]) bf16, fp16 or FP8; with
     cu_seqlens (int32, batch + 1): (total, nheads, head_dim). descales: fp32 (batch, nheads), (batch, nheads_k) twice,
     for FP8 inputs. config.recipe says how bf16/fp16 inputs are quantised. lse fp32 (batch, nheads, seqlen_q), natural.
-    compile_only: nothing runs; returns the compiled attention kernel of the active driver's target.
+    compile_only: nothing runs; returns the compiled attention kernel of the active driver's target. with_plan: a third
+    result, the Plan that repeats the call on tensors of the same layouts (None where kernels were interpreted).
     """
     out, lse = _outputs(q, v, out, return_lse, cu_seqlens_q)
     inputs = (q, k, v, out, lse, sink, cu_seqlens_q, cu_seqlens_k, *(descales or (None, None, None)))
@@ -119,18 +122,25 @@ def attention_forward(
     fixed = (config, arch, softmax_scale, window, softcap, max_seqlen_q, max_seqlen_k)
     if compile_only:
         return _start(Compiler(), inputs, *fixed)
-    signature = (*fixed, q.device, *(None if x is None else _layout(x) for x in inputs))
+    plan = _replayed(inputs, *fixed)
+    return (out, lse, plan) if with_plan else (out, lse)
+
+
+def _replayed(inputs: Sequence, *fixed) -> Plan | None:
+    """Replays the recorded launches of these layouts, or launches and records."""
+    signature = (*fixed, inputs[0].device, *(None if x is None else _layout(x) for x in inputs))
     plan = _plans.get(signature)
     if plan is not None:
-        plan.run(inputs, q.device)
-        return out, lse
+        plan.replay(inputs)
+        return plan
     recorder, inputs = Recorder(), distinct(inputs)
     _start(recorder, inputs, *fixed)
-    if recorder.replayable:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[signature] = Plan(recorder.launches, inputs)
-    return out, lse
+    if not recorder.replayable:
+        return None
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    plan = _plans[signature] = Plan(recorder.launches, inputs)
+    return plan
 
 
 def _layout(x: torch.Tensor) -> tuple:

@@ -7,13 +7,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..archs import Arch
 from ..config import AttentionConfig, octave
-from ..recipes import FP8_MAX, INT8_MAX, QUANT_ROWS, Recipe, p_offset
-from .quantize import block_amax, column_statistics, column_sums, quantize
+from ..recipes import FP8_MAX, INT8_MAX, MX_GROUP, QUANT_ROWS, Recipe, p_offset
+from .quantize import block_amax, channel_amax, column_statistics, column_sums, quantize
 from .replay import Compiler, Recorder
 
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 CHANNELS = 16  # of one program that turns sums into means: a KV head is spread over several programs
 CHUNKS = 64  # partial sums of each head's statistics: enough programs to fill a GPU from 8 heads on
+
+
+_WHOLE = ("head", "tensor")  # granularities whose scales need block_amax first
 
 
 class Shape(NamedTuple):
@@ -64,16 +67,23 @@ class Operands(NamedTuple):
     strides_k: tuple[int, int, int]
     strides_v: tuple[int, int, int]
     descales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
-    descale_strides: tuple[int, int] = (0, 0)
+    descale_strides: tuple[int, int, int] = (0, 0, 0)  # of Q, K, V from head to head
     row_shift: torch.Tensor | None = None
     col_bias: torch.Tensor | None = None
-    qk_quantised: bool = False
-    v_quantised: bool = False
-    block_scales: bool = False
+    qk_scales: str = "none"  # Recipe.qk_scales
+    v_scales: str = "none"  # "none", "head", "block" or "channel"
     p_offset: int = 0
     v_transposed: bool = False
     k_descriptor: int = 0
     v_descriptor: int = 0
+
+    @property
+    def qk_quantised(self) -> bool:
+        return self.qk_scales != "none"
+
+    @property
+    def v_quantised(self) -> bool:
+        return self.v_scales != "none"
 
 
 def shape_of(q, k, v, cu_seqlens_q=None, max_seqlen_q=None, max_seqlen_k=None) -> Shape:
@@ -125,17 +135,51 @@ class Quantiser(NamedTuple):
         q8 = self._empty(batch, shape.nheads, shape.rows8_q, shape.block_d, dtype=qk, like=q)
         return q8, self._empty(batch, shape.nheads_k, shape.rows8_k, shape.block_d, dtype=qk, like=q), v8
 
-    def _descales(self, q, granularity: str) -> tuple[torch.Tensor, ...]:
-        """Room for the fp32 scales of Q, K and V, one allocation."""
-        shape, batch = self.shape, 1 if self.shape.varlen else self.shape.batch
-        sizes = {
-            "block": (batch * shape.nheads * shape.rows8_q, batch * shape.nheads_k * shape.rows8_k),
-            "head": (shape.batch * shape.nheads * QUANT_ROWS, shape.batch * shape.nheads_k * QUANT_ROWS),
-            "tensor": (QUANT_ROWS, QUANT_ROWS),
-            "given": (0, 0),
-        }[granularity]
-        n_q, n_k = (size // QUANT_ROWS for size in sizes)
-        return self._empty(n_q + 2 * n_k, like=q).split((n_q, n_k, n_k))
+    def _scales_per_head(self, rows8: int, width: int, granularity: str) -> int:
+        """How many scales a head has; 0 where all heads share one."""
+        blocks = rows8 // QUANT_ROWS
+        counts = {"block": blocks, "row": rows8, "mx": rows8 * (width // MX_GROUP), "head": 1, "channel": width}
+        return counts.get(granularity, 0)
+
+    def _descale_strides(self, qk: str, v: str) -> tuple[int, int, int]:
+        shape = self.shape
+        return (
+            self._scales_per_head(shape.rows8_q, shape.block_d, qk),
+            self._scales_per_head(shape.rows8_k, shape.block_d, qk),
+            self._scales_per_head(shape.rows8_k, shape.block_dv, v),
+        )
+
+    def _descales(self, q, qk: str, v: str) -> tuple[torch.Tensor | None, ...]:
+        """Room for the scales of Q, K and V, fp32, of Q and K e8m0 for "mx"; None where there are none to write."""
+        shape, folded = self.shape, 1 if self.shape.varlen else self.shape.batch
+        kinds = ("none" if self.recipe.qk == "bf16" else qk,) * 2 + (v,)
+        heads = (shape.nheads, shape.nheads_k, shape.nheads_k)
+        found: list[torch.Tensor | None] = []
+        for kind, per_head, n in zip(kinds, self._descale_strides(qk, v), heads, strict=True):
+            count = per_head * n * (shape.batch if kind in ("head", "channel") else folded) or 1
+            dtype = torch.uint8 if kind == "mx" else torch.float32
+            found.append(None if kind in ("given", "none") else self._empty(count, dtype=dtype, like=q))
+        return tuple(found)
+
+    def _magnitudes(self, q, k, v, qk: str, by: str, counts, common) -> tuple[torch.Tensor | None, ...]:
+        """What the scales of Q and K, and of V, come from where that takes a pass of its own, else None."""
+        n_q, n_k, n_v = counts[0], counts[1], counts[2]
+        cu_seqlens, lengths = (self.cu_seqlens_q, self.cu_seqlens_k), (self.shape.seqlen_q, self.shape.seqlen_k)
+        first = 0 if qk in _WHOLE and n_q else n_q + n_k
+        amax = v_amax = None
+        if first == 0 or by in _WHOLE:
+            amax = v_amax = self._empty(n_q + n_k + n_v, like=q)
+            last = n_q + n_k + (n_v if by in _WHOLE else 0)
+            args = (q, k, v, amax, *cu_seqlens, *strides_of(q), *strides_of(k), *strides_of(v), first, *counts[:2])
+            self.launcher.start(block_amax, (last - first,), (*args, *counts[3:], *lengths), common)
+        if by == "channel":
+            shape = self.shape
+            programs = shape.batch * shape.nheads_k * CHUNKS
+            v_amax = self._empty(programs * shape.block_dv, like=q)
+            args = (v, v_amax, self.cu_seqlens_k, *strides_of(v), shape.nheads_k, counts[6], shape.seqlen_k)
+            constants = {n: c for n, c in common.items() if n not in ("HEAD_DIM", "BLOCK_D")} | {"CHUNKS": CHUNKS}
+            self.launcher.start(channel_amax, (programs,), args, constants)
+        return amax, v_amax
 
     def _statistics(self, q, k, counts, common) -> tuple[torch.Tensor | None, ...]:
         """(means of Q, means of K, equaliser), fp32 (batch, heads, block_d), as far as the recipe asks for them."""
@@ -164,29 +208,22 @@ class Quantiser(NamedTuple):
     def run(self, q, k, v, given=None) -> Operands:
         """Q, K and V in eight bits. `given`: the caller's scales; the inputs are FP8 and only change their layout."""
         shape, recipe = self.shape, self.recipe
-        granularity = "given" if given else recipe.granularity
+        qk, by = ("given", "given") if given else (recipe.granularity, recipe.v_scaled_by)
         x8 = self._buffers(q)
-        descales = self._descales(q, granularity)
+        descales = self._descales(q, qk, by)
         blocks_q, blocks_k = -(-shape.seqlen_q // QUANT_ROWS), -(-shape.seqlen_k // QUANT_ROWS)
         n_k = n_v = shape.batch * shape.nheads_k * blocks_k
         n_q = shape.batch * shape.nheads * blocks_q
         if recipe.qk == "bf16":
             n_q = n_k = 0
-        counts = (n_q, n_k, shape.nheads, shape.nheads_k, blocks_q, blocks_k)
+        sizes = (shape.nheads, shape.nheads_k, blocks_q, blocks_k)
         common = {
             "VARLEN": shape.varlen, "HEAD_DIM": shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
             "BLOCK_D": shape.block_d, "BLOCK_DV": shape.block_dv, "QUANT_ROWS": QUANT_ROWS,
             "num_warps": 8 if self.arch.warp_size == 32 else 4,
         }  # fmt: skip
-        inputs = (*strides_of(q), *strides_of(k), *strides_of(v))
-        cu_seqlens = (self.cu_seqlens_q, self.cu_seqlens_k)
-        lengths = (shape.seqlen_q, shape.seqlen_k)
-        amax = None
-        if granularity in ("head", "tensor"):
-            amax = self._empty(n_q + n_k + n_v, like=q)
-            args: tuple = (q, k, v, amax, *cu_seqlens, *inputs, *counts, *lengths)
-            self.launcher.start(block_amax, (n_q + n_k + n_v,), args, common)
-        statistics = self._statistics(q, k, counts, common)
+        amax, v_amax = self._magnitudes(q, k, v, qk, by, (n_q, n_k, n_v, *sizes), common)
+        statistics = self._statistics(q, k, (n_q, n_k, *sizes), common)
         batch = 1 if shape.varlen else shape.batch
         row_shift = col_bias = None
         if recipe.k_mean and self.row_shift:
@@ -196,31 +233,28 @@ class Quantiser(NamedTuple):
         constants = common | {
             "QK": recipe.qk != "bf16",
             "QK_TOP": INT8_MAX if recipe.qk == "int8" else FP8_MAX[self.arch.fp8_format],
-            "V_TOP": FP8_MAX[self.arch.fp8_format], "GRANULARITY": granularity, "V_TRANSPOSED": self.arch.v_k_major,
-            "V_INTERLEAVED": self.v_interleaved,
+            "V_TOP": FP8_MAX[self.arch.fp8_format], "GRANULARITY": qk, "V_GRANULARITY": by,
+            "V_TRANSPOSED": self.arch.v_k_major, "V_INTERLEAVED": self.v_interleaved,
             "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
-            "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
+            "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None, "CHUNKS": CHUNKS,
         }  # fmt: skip
-        sizes = (*counts[2:], shape.rows8_q, shape.rows8_k, *lengths)
+        inputs = (self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
+        lengths = (*sizes, shape.rows8_q, shape.rows8_k, shape.seqlen_q, shape.seqlen_k)
 
-        def start(n_q: int, n_k: int, programs: int, amax, **change) -> None:
-            args = (q, k, v, *x8, *descales, amax, *statistics, row_shift, col_bias, self.qk_scale)
-            self.launcher.start(
-                quantize, (programs,), (*args, *cu_seqlens, *inputs, n_q, n_k, *sizes), constants | change
-            )
+        def start(n_q: int, n_k: int, programs: int, v_amax, **change) -> None:
+            args = (q, k, v, *x8, *descales, amax, v_amax, *statistics, row_shift, col_bias, self.qk_scale)
+            self.launcher.start(quantize, (programs,), (*args, *inputs, n_q, n_k, *lengths), constants | change)
 
         if shape.block_d == shape.block_dv or recipe.qk == "bf16":
-            start(n_q, n_k, n_q + n_k + n_v, amax)
+            start(n_q, n_k, n_q + n_k + n_v, v_amax)
         else:  # one build of the kernel has one width: Q and K first, V by itself
-            start(n_q, n_k, n_q + n_k, amax, HEAD_DIM_V=shape.head_dim, BLOCK_DV=shape.block_d)
-            start(-n_v, n_v, n_v, None if amax is None else amax[n_q + n_k :], QK=False)
-        return self._operands(q, k, x8, given or descales, granularity, row_shift, col_bias)
+            start(n_q, n_k, n_q + n_k, v_amax, HEAD_DIM_V=shape.head_dim, BLOCK_DV=shape.block_d)
+            start(-n_v, n_v, n_v, v_amax[n_q + n_k :] if by in _WHOLE and v_amax is not None else v_amax, QK=False)
+        return self._operands(q, k, x8, given or descales, qk, by, row_shift, col_bias)
 
-    def _operands(self, q, k, x8, descales, granularity: str, row_shift, col_bias) -> Operands:
+    def _operands(self, q, k, x8, descales, qk: str, by: str, row_shift, col_bias) -> Operands:
         q8, k8, v8 = x8
-        block = granularity == "block"
-        per_head = (self.shape.rows8_q // QUANT_ROWS, self.shape.rows8_k // QUANT_ROWS) if block else (1, 1)
-        quantised = q8 is not None
+        quantised, given = q8 is not None, qk == "given"
         return Operands(
             q8 if quantised else q,
             k8 if quantised else k,
@@ -229,12 +263,11 @@ class Quantiser(NamedTuple):
             _buffer_strides(k8) if quantised else strides_of(k),
             _buffer_strides(v8),
             descales=descales,
-            descale_strides=(0, 0) if granularity == "tensor" else per_head,
+            descale_strides=(1, 1, 1) if given else self._descale_strides(qk, by),
             row_shift=row_shift,
             col_bias=col_bias,
-            qk_quantised=quantised,
-            v_quantised=True,
-            block_scales=block,
+            qk_scales="head" if given else self.recipe.qk_scales,
+            v_scales="head" if given or by == "tensor" else by,
             p_offset=p_offset(self.recipe, self.arch.fp8_format),
             v_transposed=self.arch.v_k_major,
         )

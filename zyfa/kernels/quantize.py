@@ -1,21 +1,16 @@
 """The fused quantisers: Q, K and V to FP8 with fp32 scales in one launch, no eager arithmetic around it.
 
-Granularity "block" needs one pass: a program reads QUANT_ROWS rows of one head, takes their maximum and writes them.
-"head" and "tensor" read the data once more before that, for the maxima that the scales come from.
+Scales of a block, of a row or of 32 neighbours in a row ("mx") need one pass: a program reads QUANT_ROWS rows of one
+head, takes the maxima and writes them. "head", "tensor" and "channel" read the data once more before that, for theirs.
 Buffers are padded with zeros to QUANT_ROWS rows and a power-of-two width, so that the attention kernel needs no masks.
 """
 
 import triton
 import triton.language as tl
 
-# V scales are powers of two in [2**-30, 2**90]: attn_fwd changes units between blocks and must not overflow.
-MIN_V_SCALE: tl.constexpr = tl.constexpr(2.0**-30)
-# The least scale: an all-zero block must give 0, not 0 / 0, and the product of two must stay a normal number, or the
-# -inf of a masked logit times 0 gives NaN.
-MIN_SCALE: tl.constexpr = tl.constexpr(1e-12)
-# Adding it to |x| <= 2**22 leaves x rounded to the nearest integer, ties to even, in the low bits.
-ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
-UNSPECIALISED = ("n_q", "n_k", "nheads", "nheads_k", "blocks_q", "blocks_k", "seqlen_q", "seqlen_k")
+from .scales import extent, write
+
+UNSPECIALISED = ("first", "n_q", "n_k", "nheads", "nheads_k", "blocks_q", "blocks_k", "seqlen_q", "seqlen_k")
 
 
 @triton.jit
@@ -64,12 +59,12 @@ def block_amax(
     Q, K, V, amax,  # amax: fp32, one value a program: Q's, then K's, then V's
     cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
+    first, n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each block of QUANT_ROWS rows of one head."""
-    pid = tl.program_id(0)
+    """The largest magnitude of each block of QUANT_ROWS rows of one head, from block number `first` on."""
+    pid = first + tl.program_id(0)
     which, b, h, block, _ = _place(pid, n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
     if which == 0:
         _amax_of(Q, amax, pid, b, h, block, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
@@ -82,14 +77,21 @@ def block_amax(
                  VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
 
 
-@triton.jit
-def _max_of(amax, lo, hi):
-    """The maximum of amax[lo:hi]."""
-    best = tl.zeros([1024], tl.float32)
-    for i in range(lo, hi, 1024):
-        offs = i + tl.arange(0, 1024)
-        best = tl.maximum(best, tl.load(amax + offs, offs < hi, other=0.0))
-    return tl.max(best)
+@triton.jit(do_not_specialize=("nheads_k", "blocks_k", "seqlen_k"))
+def channel_amax(
+    V, amax,  # fp32 (batch, nheads_k, CHUNKS, BLOCK_DV)
+    cu_seqlens_k, stride_vb, stride_vn, stride_vh, nheads_k, blocks_k, seqlen_k,
+    CHUNKS: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    QUANT_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each channel of one head of V, over every CHUNKS-th block of rows."""
+    bh, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    top = tl.zeros([BLOCK_DV], tl.float32)
+    for block in range(chunk, blocks_k, CHUNKS):
+        x, _, _ = _rows(V, bh // nheads_k, bh % nheads_k, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k,
+                        seqlen_k, VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
+        top = tl.maximum(top, tl.max(tl.abs(x), 0))
+    tl.store(amax + tl.cast(tl.program_id(0), tl.int64) * BLOCK_DV + tl.arange(0, BLOCK_DV), top)
 
 
 @triton.jit
@@ -189,50 +191,6 @@ def _rotate(x, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    y, X8, descale, amax, amax_lo, amax_hi, b, h, heads, out_block, rows8,
-    VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
-    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Scale, round, clamp and store one block of one tensor, and its scale.
-
-    INTERLEAVED: each 16 rows in the order in which lanes of attn_gluon hold columns of P: 8i + 2t + j at 4t + 2i + j.
-    """
-    scale = 1.0
-    if GRANULARITY == "block":
-        scale = tl.maximum(tl.max(tl.abs(y)) * (1.0 / TOP), MIN_SCALE)
-    elif GRANULARITY != "given":
-        scale = tl.maximum(_max_of(amax, amax_lo, amax_hi) * (1.0 / TOP), MIN_SCALE)
-    if IS_V and GRANULARITY != "given":  # rounded up to a power of two: e4m3 keeps its bits, changing units is exact
-        bits = (tl.cast(scale, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = tl.maximum(bits.to(tl.float32, bitcast=True), MIN_V_SCALE)
-    # The clamp is explicit: gfx950's cast does not saturate. NaN stays NaN.
-    y = tl.clamp(y * (1.0 / scale), -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
-    if X8.dtype.element_ty == tl.int8:  # the sum's last mantissa bits are the nearest integer
-        y = (y + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        y = y.to(X8.dtype.element_ty)
-    offs_n = out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
-    offs_d = tl.arange(0, BLOCK_D)
-    head = h if VARLEN else b * heads + h
-    head8 = X8 + tl.cast(head, tl.int64) * BLOCK_D * rows8
-    if TRANSPOSED:
-        y = tl.trans(y)
-        if INTERLEAVED:
-            y = tl.permute(tl.reshape(y, [BLOCK_D, QUANT_ROWS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
-            y = tl.reshape(y, [BLOCK_D, QUANT_ROWS])
-        tl.store(head8 + offs_d[:, None] * rows8 + offs_n[None, :], y)
-    else:
-        tl.store(head8 + offs_n[:, None] * BLOCK_D + offs_d[None, :], y)
-    if GRANULARITY == "block":
-        tl.store(descale + head * (rows8 // QUANT_ROWS) + out_block, scale)
-    elif GRANULARITY == "head":
-        tl.store(descale + b * heads + h, scale)
-    elif GRANULARITY == "tensor":
-        tl.store(descale, scale)
-
-
-@triton.jit
 def _smooth_q(
     x, q_means, k_means, equaliser, row_shift, qk_scale, b, h, out_block, nheads, nheads_k, rows8, inside,
     Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr,
@@ -281,17 +239,16 @@ def _smooth_k(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def quantize(
-    Q, K, V, Q8, K8, V8, q_descale, k_descale, v_descale, amax, q_means, k_means, equaliser,
+    Q, K, V, Q8, K8, V8, q_descale, k_descale, v_descale, amax, v_amax, q_means, k_means, equaliser,
     row_shift, col_bias, qk_scale,
     cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, rows8_q, rows8_k, seqlen_q, seqlen_k,
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr, QK: tl.constexpr,
-    QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_TRANSPOSED: tl.constexpr,
-    V_INTERLEAVED: tl.constexpr,
-    K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr, HADAMARD: tl.constexpr,
-    ROW_SHIFT: tl.constexpr,
+    QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_GRANULARITY: tl.constexpr,
+    V_TRANSPOSED: tl.constexpr, V_INTERLEAVED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr,
+    EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Q, K and V in eight bits: X8 (batch, heads, rows8, width), V8 with the last two swapped if V_TRANSPOSED.
 
@@ -300,12 +257,6 @@ def quantize(
     FP8 already and only move to the padded layout.
     """
     which, b, h, block, i = _place(tl.program_id(0), n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
-    first = tl.where(which == 0, 0, n_q + (which - 1) * n_k)
-    last = tl.where(which == 0, n_q, n_q + which * n_k)
-    if GRANULARITY == "head":
-        per_head = tl.where(which == 0, blocks_q, blocks_k)
-        first += i // per_head * per_head
-        last = first + per_head
     if VARLEN:
         len_q = tl.load(cu_seqlens_q + b + 1) - tl.load(cu_seqlens_q + b)
         len_k = tl.load(cu_seqlens_k + b + 1) - tl.load(cu_seqlens_k + b)
@@ -316,9 +267,12 @@ def quantize(
         x, out_block, _ = _rows(V, b, h, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k, seqlen_k,
                                 VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
         if block * QUANT_ROWS < len_k:
-            _write(x, V8, v_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, GRANULARITY, True, V_TRANSPOSED, V_INTERLEAVED)  # fmt: skip
+            first, last = extent(which, i, n_q, n_k, blocks_k, V_GRANULARITY)
+            write(x, V8, v_descale, v_amax, first, last, b, h, nheads_k, out_block, rows8_k,
+                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, True, V_TRANSPOSED, V_INTERLEAVED,
+                  CHUNKS)  # fmt: skip
     elif QK:
+        first, last = extent(which, i, n_q, n_k, tl.where(which == 0, blocks_q, blocks_k), GRANULARITY)
         if which == 0:
             x, out_block, _ = _rows(Q, b, h, block, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
                                     VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
@@ -326,8 +280,8 @@ def quantize(
                 x = _smooth_q(x, q_means, k_means, equaliser, row_shift, qk_scale, b, h, out_block, nheads, nheads_k,
                               rows8_q, offs < len_q, Q_MEAN, EQUALISE, HADAMARD, ROW_SHIFT, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
-                _write(x, Q8, q_descale, amax, first, last, b, h, nheads, out_block, rows8_q,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False)  # fmt: skip
+                write(x, Q8, q_descale, amax, first, last, b, h, nheads, out_block, rows8_q,
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False, CHUNKS)  # fmt: skip
         else:
             x, out_block, _ = _rows(K, b, h, block, stride_kb, stride_kn, stride_kh, cu_seqlens_k, seqlen_k,
                                     VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
@@ -335,5 +289,5 @@ def quantize(
                 x = _smooth_k(x, q_means, k_means, equaliser, col_bias, qk_scale, b, h, out_block, nheads, nheads_k,
                               rows8_k, offs < len_k, K_MEAN, Q_MEAN, EQUALISE, HADAMARD, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
-                _write(x, K8, k_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False)  # fmt: skip
+                write(x, K8, k_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False, CHUNKS)  # fmt: skip

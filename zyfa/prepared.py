@@ -1,0 +1,95 @@
+"""zyfa.prepare: one signature of the public call, bound for hot loops and graph captures."""
+
+import inspect
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import interface
+from .ready import Ready, layout, settled
+
+
+def prepare(q, k, v, **same) -> "Prepared":
+    """A callable f(q, k, v, out=None) for tensors like these: attention(q, k, v, **same), checked and planned once.
+
+    same: the arguments of zyfa.attention but out. Choice, checks and compilation happen here, and the call runs once;
+    f only compares layouts, and returns what attention returns: a new out, or (out, lse), or the out that it is given.
+
+    f accepts tensors with the shapes, strides, dtype, device and alignment of q, k and v; out must be what f would
+    allocate: contiguous, of the output's shape and dtype. Anything else raises ValueError. sink, cu_seqlens_* and
+    descales that are full fp32 tensors are bound, not copied: their values may change in place; max_seqlen_*, where not
+    given, and other descales are read now. The config stays, whatever a database says later.
+
+    f holds the temporaries of FP8, one workspace for each stream that it is called on, so calls on several streams do
+    not meet. A captured graph uses the workspace of its stream: keep f as long as the graph, and do not replay graphs
+    of one f side by side. CPU tensors run through zyfa.reference on every call. Raises what zyfa.attention raises.
+    """
+    bound = inspect.signature(interface.attention).bind(q, k, v, **same)
+    if "out" in bound.arguments:
+        raise TypeError("prepare takes no out: give it to the prepared callable")
+    bound.apply_defaults()
+    return Prepared(q, k, v, {name: x for name, x in bound.arguments.items() if name not in ("q", "k", "v", "out")})
+
+
+class Prepared:
+    """What zyfa.prepare returns."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, same: dict):
+        self._same = dict(same)
+        same = dict(same)
+        given = tuple(same.pop(f"{name}_descale") for name in "qkv")
+        done = interface.checked_call(q, k, v, descales=given, out=None, **same)
+        self._layouts = tuple(map(layout, (q, k, v)))
+        self._out_layout = layout(done.out)
+        descales = done.descales or (None, None, None)
+        self._extras = (same["sink"], same["cu_seqlens_q"], same["cu_seqlens_k"], *descales)
+        self.ready = None if done.plan is None else Ready(done.plan, q, done.out, done.lse)
+        self._workspaces: dict[int, Tensor] = {}
+        if done.descales:
+            settled(q.device)  # f may run on a stream that did not fill them
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None):
+        """attention(q, k, v, out=out) with the prepared arguments; ValueError where a layout is another."""
+        if torch.compiler.is_compiling():
+            return interface.attention(q, k, v, out=out, **self._same)
+        if not (q.__class__ is k.__class__ is v.__class__ is Tensor):
+            self._require(q=q, k=k, v=v)
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (
+            (q.shape, q.stride(), q.dtype, q.device, addresses[0] & 15),
+            (k.shape, k.stride(), k.dtype, k.device, addresses[1] & 15),
+            (v.shape, v.stride(), v.dtype, v.device, addresses[2] & 15),
+        ) != self._layouts:
+            self._require(q=q, k=k, v=v)
+        if out is not None and layout(out) != self._out_layout:
+            self._require(out=out)
+        ready = self.ready
+        if ready is None or interface.needs_grad(q, k, v):
+            return interface.attention(q, k, v, out=out, **self._same)
+        base = self._workspace(ready.plan) if ready.plan.base_bytes else 0
+        return ready.run(q, addresses, out, self._extras, base)
+
+    def _workspace(self, plan) -> int:
+        stream = plan.stream()
+        held = self._workspaces.get(stream)
+        if held is None:  # of two threads that come here, both use the one that is kept
+            held = self._workspaces.setdefault(stream, plan.workspace())
+        return held.data_ptr()
+
+    def _require(self, **tensors) -> None:
+        """ValueError for the first tensor that is not like the prepared one."""
+        prepared = dict(zip("qkv", self._layouts, strict=True)) | {"out": self._out_layout}
+        for name, x in tensors.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if type(x) not in (Tensor, Parameter) or layout(x) != prepared[name]:
+                raise ValueError(
+                    f"{name} was prepared as {_spelled(*prepared[name])}, got {_spelled(*layout(x))} "
+                    f"({type(x).__name__}): prepare another callable, or call zyfa.attention"
+                )
+
+
+def _spelled(shape, stride, dtype, device, misaligned: int) -> str:
+    start = f", {misaligned} bytes behind a multiple of 16" if misaligned else ""
+    return f"{tuple(shape)} with strides {stride} of {dtype} on {device}{start}"
