@@ -2,9 +2,8 @@
 
 A producer warp fills rings of K and V tiles; each consumer (four warps, 64 query rows) runs WGMMA asynchronously beside
 its softmax, in the order of FlashAttention-3 (arXiv 2407.08608). Consumers take the registers that the producer gives
-up (setmaxnreg). Programs stay on their SM and take tile after tile, so that the next tile's K, V and Q arrive while
-this one is finished. Masks and tile order are those of attn_fwd; keys are walked from the last to the first, so that
-the masked tiles come first.
+up (setmaxnreg). Programs stay on their SM, so that the next tile's K, V and Q arrive while this one is finished. Masks
+and tile order are those of attn_fwd; keys are walked from the last to the first, so the masked tiles come first.
 """
 
 from triton.experimental import gluon
@@ -334,7 +333,7 @@ def _consume(WG: gl.constexpr, rings, out, scales, sizes, c: gl.constexpr):
         if c.HAS_RIGHT:
             row_hi = gl.minimum(row_hi, rows + window_right)
         scale = scales[0]
-        tile_scales = (gl.maximum(scale, MIN_LOGIT_SCALE), 1.0)
+        tile_scales = (gl.maximum(scale, MIN_LOGIT_SCALE), 1.0, 0, 0)
         if c.V_QUANTISED:
             _, q_descale, k_descale, v_descale, stride_q_descale, stride_k_descale, stride_v_descale = scales
             v_scale = 1.0
@@ -384,7 +383,8 @@ def attn_gluon(
     out = (O, LSE, row_shift, stride_ob, stride_om, stride_oh, stride_row_shift, stride_lse)
     scales = (qk_scale,)
     if c.V_QUANTISED:
-        scales = (qk_scale, q_descale, k_descale, v_descale, stride_q_descale, stride_k_descale, stride_v_descale)
+        strides = (stride_q_descale, stride_k_descale, stride_v_descale)
+        scales = scales + (q_descale, k_descale, v_descale) + strides  # type: ignore[assignment]  # noqa: RUF005
     if c.CONSUMERS == 1:
         gl.warp_specialize(
             [(_consume, (0, rings, out, scales, sizes, c)), (_produce, (Q, K, V, rings, sizes, c))],
