@@ -1,6 +1,9 @@
 """Shared by all tests: no GPU means skip with a reason, same seeds everywhere, nobody's real database is touched."""
 
+import os
 import random
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy loads; as zyfa.tuner.__main__ does
 
 import pytest
 import torch

@@ -17,6 +17,7 @@ VALUES = {
     "num_stages": (1, 2, 3, 4),
 }
 DEFAULT = AttentionConfig(64, 64, 4, 2)
+KEY = AttentionKey("bf16", 128, 128, 32, 8, 1, 1024, 1024, True)
 BEST = AttentionConfig(128, 32, 8, 3)
 
 
@@ -63,11 +64,11 @@ def candidates() -> list[AttentionConfig]:
     return [c for values in product(*VALUES.values()) if broken_rule(c := AttentionConfig(*values)) is None]
 
 
-def make_space(rule=broken_rule) -> Space:
+def make_space(rule=broken_rule, key=KEY) -> Space:
     def suggest(trial):
         return AttentionConfig(**{name: trial.suggest_categorical(name, values) for name, values in VALUES.items()})
 
-    return Space(suggest, rule, candidates)
+    return Space(key, suggest, rule, candidates)
 
 
 class FakeFarm:
@@ -98,7 +99,7 @@ def make_tools(farm: FakeFarm, gate=None, seeds=(DEFAULT,)) -> Tools:
         return "spills: 9 registers" if facts.code == "spills" else None
 
     return Tools(
-        space=lambda key: make_space(),
+        space=lambda key: make_space(key=key),
         seeds=lambda key: list(seeds),
         compile=farm.submit,
         gate=gate or spills,

@@ -95,6 +95,14 @@ def test_predictions_are_stored_with_their_failures_and_the_best_wins(store):
     assert all(t.ms is None and t.reason for t in store.trials() if t.outcome != "ok")
 
 
+def test_every_trial_that_compiled_has_its_facts(store):
+    """The finalists' second trials too: the model is checked on what was timed side by side."""
+    run(MEASURE, store, cells=CELLS[:1])
+    trials = store.trials()
+    assert len({t.config for t in trials}) < len(trials)
+    assert all(bool(t.facts) == (t.outcome not in ("compile_failed", "crashed")) for t in trials)
+
+
 def test_one_build_serves_every_length(store):
     _, _, farm = run(PREDICT, store)
     assert len(set(farm.asked)) == len(farm.asked) <= 60  # two families of 30, not four cells of 30
@@ -193,6 +201,16 @@ def test_offenders_are_recorded_once_and_never_win(store, outcome):
     assert BEST not in {config for _, config, _ in display.trials}
 
 
+@pytest.mark.parametrize("outcome", ["wrong", "timed_out", "crashed"])
+def test_an_offender_of_one_cell_is_not_tried_in_another_of_its_family(store, outcome):
+    pool = FakePool({BEST: Result(outcome, reason="it did")}, gpus=(0,))
+    cells = grid([512 << n for n in range(3)], ("bf16",), (128,), ((32, 8),), (1,), (True,))
+    run(replace(MEASURE, lookahead=1), store, pool=pool, cells=cells, seeds=(DEFAULT, BEST))
+    assert [t.outcome for t in store.trials() if t.config == BEST] == [outcome]
+    run(MEASURE, store, pool=FakePool(), cells=cells + CELLS[1:2], seeds=(DEFAULT, BEST))
+    assert [t.outcome for t in store.trials() if t.config == BEST] == [outcome]
+
+
 def test_the_default_is_timed_even_if_its_code_is_poor(store):
     def gate(facts, key, config):
         return "spills: 1" if config == DEFAULT else None
@@ -208,6 +226,38 @@ def test_a_finalist_that_dies_in_the_comparison_does_not_win(store):
     (r,), _, _ = run(MEASURE, store, pool=pool, cells=CELLS[:1], seeds=(DEFAULT, BEST))
     assert r.state == "done" and r.winner[0] != BEST
     assert [t.outcome for t in store.trials() if t.config == BEST] == ["ok", "crashed"]
+
+
+def test_one_finalist_that_kills_the_process_costs_itself_only(store):
+    class Deadly(FakePool):
+        """BEST crashes from its second timing on, and takes what is timed with it."""
+
+        def __init__(self):
+            super().__init__()
+            self._timed = 0
+
+        def _run(self, job):
+            self._timed += BEST in job.configs
+            if BEST in job.configs and self._timed > 1:
+                return [Result("crashed", reason="the process ended by SIGSEGV")] * len(job.configs)
+            return super()._run(job)
+
+    (r,), _, _ = run(MEASURE, store, pool=Deadly(), cells=CELLS[:1], seeds=(DEFAULT, BEST))
+    assert r.state == "done" and r.winner[0] != BEST and r.confidence == "A"
+    assert {t.config for t in store.trials() if t.reason.startswith("the process")} == {BEST}
+    assert [t.outcome for t in store.trials() if t.config == BEST] == ["ok", "crashed"]
+
+
+def test_finalists_that_fail_together_and_not_alone_are_ranked_by_their_single_times(store):
+    class Crowded(FakePool):
+        def _run(self, job):
+            if len(job.configs) > 1:
+                return [Result("timed_out", reason="no answer")] * len(job.configs)
+            return super()._run(job)
+
+    (r,), _, _ = run(MEASURE, store, pool=Crowded(), cells=CELLS[:1], seeds=(DEFAULT, BEST))
+    assert r.state == "done" and r.winner[0] == BEST and r.confidence == "B"
+    assert not [t for t in store.trials() if t.outcome == "timed_out"]
 
 
 def test_later_cells_start_from_the_winners_of_finished_ones(store):
@@ -240,9 +290,10 @@ def test_a_spent_budget_still_compares_and_crowns(store):
 
 def test_heavier_cells_get_more_of_a_budget(store):
     light, heavy = CELLS[0]._replace(weight=0.05), CELLS[2]._replace(weight=0.95)
-    setup = replace(MEASURE, effort=replace(EFFORT, trials=10**6, patience=10**6), deadline=time.monotonic() + 1.5)
-    runs, _, _ = run(setup, store, cells=[light, heavy], pool=FakePool(seconds=0.03))
-    assert len(runs[1].study.times) > 2 * len(runs[0].study.times) >= 2
+    setup = replace(MEASURE, effort=replace(EFFORT, trials=10**6, patience=10**6), deadline=time.monotonic() + 1.0)
+    _, display, _ = run(setup, store, cells=[light, heavy], pool=FakePool(seconds=0.03))
+    first = [key for key, _, _ in display.trials][:16]  # until little is to be gained in the heavy one
+    assert first.count(heavy.key) > 2 * first.count(light.key)
 
 
 def test_a_broken_worker_ends_the_run(store):

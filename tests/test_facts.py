@@ -1,14 +1,17 @@
 """Facts of machine code: two small stored listings, hand-written control flow, occupancy numbers.
 
-The listings under data/ are one bf16 loop, O += exp2(P) V, with P (64, n) and V (n, 32), compiled by Triton 3.7.1.
+The listings under data/ are one bf16 loop, O += exp2(P) V, with P (64, n) and V (n, 32), compiled by Triton 3.7.1;
+those under data/listings are loops of the attention kernel by every supported Triton (its README says how).
 """
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from zyfa.tuner.facts import Instruction, amdgcn_facts, matrix_loops, sass_facts, workgroups_per_unit
+from zyfa.tuner.facts import Facts, amdgcn_facts, sass_facts, workgroups_per_unit
+from zyfa.tuner.flow import Instruction, matrix_loops
 
 DATA = Path(__file__).parent / "data"
 
@@ -63,6 +66,7 @@ def test_facts_survive_json():
     values = json.loads(json.dumps(gfx950().to_dict()))
     assert values["loops"][0]["mix"]["v_mfma_f32_32x32x16_bf16"] == 2
     assert values["registers"] == 50
+    assert Facts.from_dict(values) == gfx950()
 
 
 def test_gfx_scratch_and_async_copies_are_classes_of_their_own():
@@ -75,9 +79,95 @@ def test_gfx_scratch_and_async_copies_are_classes_of_their_own():
     )
     listing = listing.replace("s_nop 0", "s_nop 4")
     (loop,) = gfx950(listing).loops
+    assert (gfx950().scratch_in_loops, gfx950(listing).scratch_in_loops) == (0, 1)
     assert (loop.mix["scratch"], loop.mix["vmem_lds"], loop.mix["vmem"]) == (1, 1, 1)
     assert loop.mix["nop"] == 5  # s_nop 4 waits five slots
     assert loop.lds_write_bytes == 3 * 1024 + 1024
+
+
+# --- the attention kernel, 128 rows a workgroup of four waves (Hopper: 64), D 128, causal, by each Triton ---
+
+TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+# As the metadata and the resource usage state them: registers, AGPRs, spills (Hopper: stores within the span), scratch
+# bytes, code bytes (of SASS they are the span's); then LDS bytes, and the workgroups a unit that follow.
+STATED = {
+    ("gfx950-bf16", "3.6.0"): (308, 64, 0, 0, 13104, 32768, 1),
+    ("gfx950-bf16", "3.7.1"): (232, 0, 0, 0, 9088, 32768, 2),
+    ("gfx950-bf16", "3.8.0"): (213, 0, 0, 0, 9064, 32768, 2),
+    ("gfx950-bf16", "3.9.0"): (241, 0, 0, 0, 9068, 32768, 2),
+    ("gfx950-fp8", "3.6.0"): (304, 96, 0, 0, 19884, 16384, 1),
+    ("gfx950-fp8", "3.7.1"): (225, 0, 0, 0, 12936, 16384, 2),
+    ("gfx950-fp8", "3.8.0"): (272, 16, 0, 0, 14628, 33488, 1),
+    ("gfx950-fp8", "3.9.0"): (264, 8, 0, 0, 14628, 33488, 1),
+    ("gfx942-fp8", "3.6.0"): (268, 80, 0, 0, 16180, 16384, 1),
+    ("gfx942-fp8", "3.7.1"): (203, 0, 0, 0, 11812, 16384, 2),
+    ("gfx942-fp8", "3.8.0"): (212, 0, 0, 0, 12072, 16384, 2),
+    ("gfx942-fp8", "3.9.0"): (203, 0, 0, 0, 11808, 16384, 2),
+    ("sm90-fp8", "3.6.0"): (254, 0, 0, 0, None, 74752, 2),
+    ("sm90-fp8", "3.7.1"): (254, 0, 0, 0, None, 74752, 2),
+    ("sm90-fp8", "3.8.0"): (255, 0, 0, 0, None, 74752, 2),
+    ("sm90-fp8", "3.9.0"): (255, 0, 1, 8, None, 74752, 2),
+}
+# Matrix instructions of one trip: 2 rows x keys x (head_dim + head_dim_v) over what one multiplies. A wave has 32 rows
+# and 64 keys; QK of 64 x 128 and PV of 128 keys each take four WGMMA of 64x128x32.
+MATRIX = {
+    "gfx950-bf16": {"v_mfma_f32_32x32x16_bf16": 32 * 64 * 256 // (32 * 32 * 16)},
+    "gfx950-fp8": {"v_mfma_f32_32x32x64_f8f6f4": 32 * 64 * 256 // (32 * 32 * 64)},
+    "gfx942-fp8": {"v_mfma_f32_32x32x16_fp8_fp8": 32 * 64 * 256 // (32 * 32 * 16)},
+    "sm90-fp8": {"QGMMA.64x128x32.F32.E4M3.E4M3": 64 * 128 * 256 // (64 * 128 * 32)},
+}
+
+
+def stored(name, triton):
+    *_, lds_bytes, _ = STATED[name, triton]
+    text = gzip.decompress((DATA / "listings" / f"{name}-triton{triton}.txt.gz").read_bytes()).decode()
+    arch = name.split("-")[0]
+    return sass_facts(text, lds_bytes, 4) if arch == "sm90" else amdgcn_facts(text, lds_bytes, 4, arch)
+
+
+@pytest.mark.parametrize("name, triton", STATED)
+def test_resources_by_every_triton(name, triton):
+    facts = stored(name, triton)
+    got = (facts.registers, facts.agprs, facts.spills, facts.scratch_bytes, facts.code_bytes, facts.lds_bytes)
+    registers, agprs, spills, scratch, code_bytes, lds_bytes, workgroups = STATED[name, triton]
+    assert got == (registers, agprs, spills, scratch, code_bytes or got[4], lds_bytes)
+    assert (facts.workgroups_per_unit, facts.waves_per_simd) == (workgroups, workgroups)
+
+
+@pytest.mark.parametrize("name, triton", STATED)
+def test_work_of_both_loops_by_every_triton(name, triton):
+    """The loop without and the one with masks do the same matrix work, exps and loads; the masks cost VALU work."""
+    facts = stored(name, triton)
+    assert len(facts.loops) == 2
+    full, masked = sorted(facts.loops, key=lambda loop: loop.mix["valu"] + loop.mix.get("valu_half", 0))
+    rows, keys, lanes = (64, 128, 128) if name == "sm90-fp8" else (32, 64, 64)
+    exps = rows * keys // lanes
+    for loop in facts.loops:
+        assert {op: n for op, n in loop.mix.items() if "mfma" in op or "MMA" in op} == MATRIX[name]
+        assert exps < loop.mix["trans"] <= exps + 3  # one for each row's old maximum, and a conversion of scales
+        assert "scratch" not in loop.mix
+        assert loop.mix["barrier"] >= 1 and loop.mix["waitcnt"] >= 4
+    assert masked.mix["valu"] + masked.mix.get("valu_half", 0) > 1.3 * (full.mix["valu"] + full.mix.get("valu_half", 0))
+    assert full.mix["trans"] == masked.mix["trans"]
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_lds_traffic_by_every_triton(triton):
+    """Every wave reads all of the K and V tiles, and writes a quarter of them."""
+    for loop in stored("gfx950-bf16", triton).loops:
+        assert (loop.lds_read_bytes, loop.lds_write_bytes) == (2 * 64 * 128 * 2, 2 * 64 * 128 * 2 // 4)
+    for loop in stored("gfx950-fp8", triton).loops:
+        assert (loop.lds_read_bytes, loop.lds_write_bytes) == (2 * 64 * 128, 2 * 64 * 128 // 4)
+
+
+def test_async_copies_are_the_default_of_triton_3_8_and_later():
+    kinds = {triton: stored("gfx950-fp8", triton).loops[0].mix for triton in TRITONS}
+    assert [triton for triton, mix in kinds.items() if "vmem_lds" in mix] == ["3.8.0", "3.9.0"]
+    assert all(mix["vmem_lds"] == 4 for mix in kinds.values() if "vmem_lds" in mix)  # 4 KB each: K and V of 64 x 128
+
+
+def test_triton_3_6_moves_accumulators_through_agprs():
+    assert [stored("gfx950-bf16", triton).loops[0].mix.get("agpr", 0) for triton in TRITONS] == [160, 0, 0, 0]
 
 
 @pytest.mark.parametrize("read", [lambda: gfx950("nothing\n"), lambda: sm90("nothing\n")])

@@ -40,6 +40,9 @@ def test_clean_code_passes(arch):
         ("gfx950", {"spills": 2}, "spills: 2 registers, 0 B of scratch"),
         ("sm90", {"scratch_bytes": 257, "spills": 60}, "spills: 60 registers, 257 B of scratch"),
         ("sm90", {"scratch_bytes": 208, "spills": 53}, None),  # the best measured BF16 tile of one H200 has this
+        ("sm90", {"loops": (Loop({"scratch": 65}, 0, 0),)}, "spills in the loop: 65 accesses a trip"),
+        ("sm90", {"loops": (Loop({"scratch": 64}, 0, 0),)}, None),
+        ("gfx950", {"loops": (Loop({"scratch": 1}, 0, 0),)}, "spills in the loop: 1 accesses a trip"),
         ("gfx950", {"lds_bytes": 163841}, "lds: 163841 B of 163840 B"),
         ("gfx942", {"lds_bytes": 65537}, "lds: 65537 B of 65536 B"),
         ("sm90", {"lds_bytes": 232448}, None),

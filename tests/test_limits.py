@@ -7,6 +7,7 @@ import pytest
 from zyfa.archs import ARCHS, default_config
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.limits import LIMITS, broken_limit, lds_bytes
+from zyfa.recipes import PRESETS
 
 
 def key(dtype="bf16", head_dim=128, causal=True):
@@ -37,6 +38,10 @@ COMPILED = [
     ("sm90", "bf16", 256, 64, 32, 4, 4, {"tensor_descriptors": True}, 164864),
     ("sm90", "fp8", 128, 128, 128, 8, 2, {}, 82944),
     ("sm90", "fp8", 128, 256, 128, 8, 4, {"tensor_descriptors": True}, 165888),
+    ("sm90", "bf16", 128, 128, 128, 8, 2, {"variant": "gluon"}, 196704),
+    ("sm90", "bf16", 256, 128, 64, 8, 2, {"variant": "gluon"}, 196960),
+    ("sm90", "fp8", 128, 128, 128, 8, 2, {"variant": "gluon"}, 180320),
+    ("sm90", "fp8", 128, 64, 128, 4, 2, {"variant": "gluon"}, 106812),
 ]
 
 
@@ -61,6 +66,8 @@ def test_operands_count_in_their_own_bytes():
 
 
 BASE = {"gfx950": AttentionConfig(128, 64, 4, 2), "sm90": AttentionConfig(128, 64, 4, 2)}
+GLUON = "the gluon variant runs this tile, recipe and head dim, and its options are its own"
+EIGHT_WARPS = {"variant": "gluon", "num_warps": 8}
 BROKEN = [
     ("gfx950", {"BLOCK_M": 96}, "BLOCK_M is a power of two from 16 to 256"),
     ("gfx950", {"BLOCK_M": 512}, "BLOCK_M is a power of two from 16 to 256"),
@@ -80,6 +87,13 @@ BROKEN = [
     ("gfx950", {"sched_strategy": "fastest"}, "sched_strategy is known"),
     ("sm90", {"maxnreg": 100}, "maxnreg is 0 or a multiple of 8 from 24 to 255"),
     ("sm90", {"BLOCK_N": 128, "BLOCK_M": 256, "num_stages": 3}, "K and V tiles fit in shared memory"),
+    ("sm90", {"variant": "cuda"}, "variant is triton or gluon"),
+    ("sm90", {"ping_pong": True}, GLUON),
+    ("sm90", {"variant": "gluon"}, GLUON),  # four warps are one consumer of 64 rows
+    ("sm90", {**EIGHT_WARPS, "BLOCK_N": 32}, GLUON),
+    ("sm90", {**EIGHT_WARPS, "maxnreg": 168}, GLUON),
+    ("sm90", {**EIGHT_WARPS, "tensor_descriptors": True}, GLUON),
+    ("sm90", {**EIGHT_WARPS, "BLOCK_N": 128, "num_stages": 3}, "K and V tiles fit in shared memory"),
 ]
 
 
@@ -87,6 +101,31 @@ BROKEN = [
 def test_each_limit_names_itself(arch, change, name):
     assert broken_limit(BASE[arch], key(), arch) is None
     assert broken_limit(dataclasses.replace(BASE[arch], **change), key(), arch) == name
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, change, reason",
+    [
+        ("bf16", 128, {}, None), ("fp16", 64, {"ping_pong": True}, None), ("bf16", 72, {}, None),
+        ("bf16", 256, {"BLOCK_N": 64}, None), ("bf16", 256, {}, GLUON), ("bf16", 32, {}, GLUON),
+        ("fp8", 128, {"recipe": "int8-kmean"}, None), ("fp8", 64, {"recipe": "bf16qk"}, None),
+        ("fp8", 256, {"recipe": "block", "BLOCK_N": 64}, GLUON), ("fp8", 128, {"recipe": "block-kmean-qmean"}, GLUON),
+        ("fp8", 128, {"recipe": "row"}, GLUON), ("fp8", 128, {"recipe": f"{PRESETS['balanced']}-vhead"}, None),
+        ("fp8", 128, {"recipe": f"{PRESETS['balanced']}-vchannel"}, GLUON),
+        ("fp8", 128, {"recipe": "block", "BLOCK_M": 64, "num_warps": 4, "ping_pong": True}, GLUON),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_gluon_variant_runs(dtype, head_dim, change, reason):
+    config = dataclasses.replace(AttentionConfig(128, 128, 8, 2, variant="gluon"), **change)
+    assert broken_limit(config, key(dtype, head_dim), "sm90") == reason
+
+
+def test_the_gluon_variant_needs_a_triton_that_has_it(monkeypatch):
+    monkeypatch.setattr("zyfa.limits.knows_gluon", lambda: False)
+    config = AttentionConfig(128, 128, 8, 2, variant="gluon")
+    assert broken_limit(config, key(), "sm90") == "this Triton has Gluon"
+    assert broken_limit(AttentionConfig(128, 64, 4, 2), key(), "sm90") is None
 
 
 def test_fp8_needs_32_keys_a_tile_on_nvidia_only():
@@ -108,7 +147,7 @@ def test_mx_scales_run_on_gfx950_only():
 
 def test_every_limit_has_a_case_here():
     tested = {name for _, _, name in BROKEN} | {"FP8 needs BLOCK_N >= 32", "sched_strategy needs Triton 3.8"}
-    tested.add("MX scales need gfx950's scaled matrix instructions")
+    tested |= {"MX scales need gfx950's scaled matrix instructions", "this Triton has Gluon"}
     assert tested == {limit.name for limit in LIMITS}
 
 

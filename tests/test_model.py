@@ -7,9 +7,11 @@ import random
 import pytest
 
 from zyfa.config import AttentionConfig, AttentionKey
-from zyfa.tuner import model
+from zyfa.tuner import grid, model
 from zyfa.tuner.facts import Facts, Loop
-from zyfa.tuner.model import DEVICES, grid_time, makespan, matrix_slots, predict, programs_in_order, trips
+from zyfa.tuner.grid import grid_time, makespan, programs_in_order, trips
+from zyfa.tuner.model import predict
+from zyfa.tuner.rates import DEVICES, FITS, matrix_slots
 
 MI355X, H200 = DEVICES["mi355x"], DEVICES["h200"]
 # One trip of 128x64, D128, four waves, BF16, full and masked, as in the feasibility table for gfx950.
@@ -68,7 +70,7 @@ def test_matrix_slots(op, arch, slots):
 
 
 def test_trip_of_the_bf16_loop_by_hand():
-    trip = model._trip(GFX.loops[0], "gfx950", exp_slots=2)
+    trip = model._trip(GFX.loops[0], "gfx950", 2, FITS["gfx950"])
     assert trip.matrix == 256
     assert trip.none == 256 + (80 + 16 + 2 * 33) + 40
     assert trip.perfect == max(256 + 40, 80 + 16 + 2 * 33 + 40 + 2 * 32)
@@ -109,7 +111,7 @@ def test_long_grids_in_closed_form_are_close_to_list_scheduling(monkeypatch):
     for longest_first in (True, False):
         config = dataclasses.replace(CONFIG, longest_first=longest_first)
         exact = grid_time(per_m, 32, 512, config)
-        monkeypatch.setattr(model, "GREEDY_PROGRAMS", 1)
+        monkeypatch.setattr(grid, "GREEDY_ROUNDS", 0)
         closed = grid_time(per_m, 32, 512, config)
         monkeypatch.undo()
         assert closed == pytest.approx(exact, rel=0.05)
@@ -186,15 +188,18 @@ def test_a_grid_smaller_than_the_device_gains_from_smaller_tiles():
 
 def test_granularity_costs_what_its_passes_move():
     at = key("fp8", seqlen=8192)
-    block, head = (model.quantise_ms(at, AttentionConfig(64, 128, 4, 2, recipe=r), H200) for r in ("block", "head"))
+    fit = FITS["sm90"]._replace(launch_ms=0.002, quantiser_fraction=0.6)
+
+    def quantise_ms(recipe):
+        return model.quantise_ms(at, AttentionConfig(64, 128, 4, 2, recipe=recipe), H200, fit)
+
     bytes_once = 8192 * 128 * (32 + 2 * 8) * 3
-    assert block == pytest.approx(bytes_once / (4.8e9 * 0.6) + 0.002)
-    assert head == pytest.approx(bytes_once * 5 / 3 / (4.8e9 * 0.6) + 0.004)
-    assert model.quantise_ms(key(), CONFIG, H200) == 0
-    v_only = model.quantise_ms(at, AttentionConfig(64, 128, 4, 2, recipe="bf16qk"), H200)
-    assert v_only == pytest.approx(8192 * 128 * 8 * 3 / (4.8e9 * 0.6) + 0.002)
-    smoothed = model.quantise_ms(at, AttentionConfig(64, 128, 4, 2, recipe="int8-kmean"), H200)
-    assert smoothed == pytest.approx((bytes_once + 8192 * 128 * 8 * 2) / (4.8e9 * 0.6) + 0.004)
+    assert quantise_ms("block") == pytest.approx(bytes_once / (4.8e9 * 0.6) + 0.002)
+    assert quantise_ms("head") == pytest.approx(bytes_once * 5 / 3 / (4.8e9 * 0.6) + 0.004)
+    assert quantise_ms("none") == 0
+    assert quantise_ms("bf16qk") == pytest.approx(8192 * 128 * 8 * 3 / (4.8e9 * 0.6) + 0.002)
+    smoothed = (bytes_once + 8192 * 128 * 8 * 2) / (4.8e9 * 0.6)
+    assert quantise_ms("int8-kmean") == pytest.approx(smoothed + 3 * 0.002)  # two kernels for the statistics
 
 
 def test_heads_that_overflow_the_l2_slow_it_down():
@@ -240,4 +245,4 @@ def test_hopper_programs_overlap_each_other():
     alone = dataclasses.replace(SM90, workgroups_per_unit=1, waves_per_simd=1.0)
     at = key("fp8", seqlen=8192)
     ratio = predict(alone, at, config, H200).ms / predict(SM90, at, config, H200).ms
-    assert 1.05 < ratio < 1.6
+    assert 1.2 < ratio < 2

@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import zyfa
 import zyfa.archs
+from zyfa.config import AttentionConfig
 from zyfa.kernels import launch
 from zyfa.kernels.replay import Launch, Plan, Recorder, distinct
 
@@ -127,10 +128,12 @@ def test_an_interpreted_kernel_is_not_replayable():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp8:per_tensor", "fp8:fast", "fp8:balanced", "fp8:accurate"])
-@pytest.mark.parametrize("descriptors", [False, True], ids=["pointers", "descriptors"])
-def test_replays_compute_what_first_calls_compute(precision, descriptors):
+@pytest.mark.parametrize("kind", ["pointers", "descriptors", "gluon"])
+def test_replays_compute_what_first_calls_compute(precision, kind):
     key = zyfa.AttentionKey("bf16" if precision == "bf16" else "fp8", 128, 128, 8, 2, 1, 700, 700, True)
-    config = dataclasses.replace(zyfa.archs.default_config("sm90", key), tensor_descriptors=descriptors)
+    config = dataclasses.replace(zyfa.archs.default_config("sm90", key), tensor_descriptors=kind == "descriptors")
+    if kind == "gluon":
+        config = AttentionConfig(128, 128, 8, 2, recipe=config.recipe, variant="gluon")
     for seed in range(3):  # the first call records, the others replay on other tensors
         q, k, v = make_qkv(1, 700, 700, 8, 2, 128, device="cuda", seed=seed)
         out, lse = zyfa.attention(q, k, v, causal=True, precision=precision, config=config, return_lse=True)

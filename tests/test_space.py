@@ -20,6 +20,7 @@ GOOD = {
     ("gfx950", "bf16"): AttentionConfig(128, 64, 4, 2),
     ("gfx950", "fp8"): AttentionConfig(128, 64, 4, 2, **FP8),
     ("sm90", "bf16"): AttentionConfig(64, 64, 4, 3),
+    ("sm90", "fp8"): AttentionConfig(64, 128, 4, 2, variant="gluon", **FP8),
 }
 BROKEN = [
     (
@@ -42,6 +43,9 @@ BROKEN = [
     ("gfx950", key(), {"num_stages": 1, "async_copy": 1}, "async_copy has no effect with one stage"),
     ("gfx950", key(), {"BLOCK_M": 256, "num_warps": 8, "waves_per_eu": 1}, "waves_per_eu has no effect with 8 waves"),
     ("gfx950", key(), {"num_warps": 16}, "num_warps is 1, 2, 4 or 8"),
+    ("sm90", key("fp8"), {"num_stages": 3}, "two gluon programs of one consumer share a multiprocessor"),
+    ("sm90", key("fp8"), {"head_group": 4}, "gluon walks all heads together under a causal mask"),
+    ("sm90", key("fp8", causal=False), {"head_group": 4}, None),
 ]
 
 
@@ -83,6 +87,20 @@ def test_candidates_are_legal_distinct_and_neither_few_nor_many(arch, dtype, hea
     assert 60 <= len(configs) <= 4000
     assert default_config(arch, at) in configs
     assert all(broken_rule(config, at, arch) is None for config in configs[::97])
+
+
+@pytest.mark.parametrize("dtype, head_dim", [("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp8", 64), ("fp8", 128)])
+def test_hopper_searches_and_starts_from_the_gluon_variant(dtype, head_dim):
+    at = key(dtype, head_dim)
+    assert any(config.variant == "gluon" for config in candidates(at, "sm90"))
+    assert {config.ping_pong for config in candidates(at, "sm90") if config.variant == "gluon"} == {False, True}
+    assert any(config.variant == "gluon" for config in seeds(at, "sm90"))
+
+
+def test_a_triton_without_gluon_does_not_search_it(monkeypatch):
+    monkeypatch.setattr("zyfa.tuner.space.knows_gluon", lambda: False)
+    assert "variant" not in domains(key(), "sm90")
+    assert "variant" not in domains(key(), "gfx950")
 
 
 def test_newer_triton_brings_sched_strategies_and_async_copy_off(monkeypatch):

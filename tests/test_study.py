@@ -3,12 +3,10 @@
 import statistics
 
 import pytest
-from fake_landscape import BEST, DEFAULT, broken_rule, candidates, make_space, time_of
+from fake_landscape import BEST, DEFAULT, KEY, broken_rule, candidates, make_space, time_of
 
-from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.config import AttentionConfig
 from zyfa.tuner.study import CellStudy, Space
-
-KEY = AttentionKey("bf16", 128, 128, 32, 8, 1, 1024, 1024, True)
 
 
 def search(seed=0, trials=40, seeds=(DEFAULT,), fails=lambda config: False):
@@ -97,7 +95,7 @@ def test_not_finished_without_a_valid_config():
 
 
 def test_nothing_legal():
-    study = CellStudy(Space(make_space().suggest, lambda config: "never", list), [DEFAULT], 0)
+    study = CellStudy(Space(KEY, make_space().suggest, lambda config: "never", list), [DEFAULT], 0)
     assert study.ask() is None
 
 

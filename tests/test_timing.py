@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zyfa.tuner.timing import Repeats, collect, interval, paired, summarise, winner_of
+from zyfa.tuner.timing import STORED_GAIN, Repeats, collect, decide, interval, paired, summarise
 
 LONG = Repeats(heat_ms=0.0, min_rounds=5, max_rounds=40, budget_ms=1e9)
 
@@ -56,13 +56,18 @@ def test_heat_up_rounds_are_no_samples():
     assert timing.samples == (2.0,) * 5
 
 
-def test_a_clearly_slower_candidate_is_given_up():
-    sample, calls = counted(clock(1.6))
-    assert collect(sample, 1, LONG, best_ms=1.0).ms == 1.6
-    assert len(calls) == 3
-    sample, calls = counted(clock(1.4))
+def test_a_slower_candidate_is_given_up_early():
+    for ms, rounds in ((1.6, 3), (1.4, 5)):
+        sample, calls = counted(clock(ms))
+        assert collect(sample, 1, LONG, best_ms=1.0).ms == ms
+        assert len(calls) == rounds
+    noisy = (1.2, 1.5)  # never known well, and never as fast as the best
+    sample, calls = counted(clock(*noisy))
     collect(sample, 1, LONG, best_ms=1.0)
     assert len(calls) == 5
+    sample, calls = counted(clock(*noisy))
+    collect(sample, 1, LONG, best_ms=1.1)
+    assert len(calls) == LONG.max_rounds
 
 
 def test_one_slow_round_does_not_end_a_candidate():
@@ -107,13 +112,30 @@ def test_the_winner_is_found_through_drift_outliers_and_noise():
     clock_speed = [1.0] * 10 + [1.3] * 11  # clocks drop by 30 % half-way
     samples = [[t * slow * rng.uniform(0.99, 1.01) for slow in clock_speed] for t in true]
     samples[3][4] *= 0.5  # one lucky outlier
-    assert winner_of([summarise(s) for s in samples], incumbent=0) == 1
+    verdict = decide([summarise(s) for s in samples])
+    assert verdict.winner == 1 and verdict.ties == ()
+    assert verdict.gain_lo < 100 / 0.97 - 100 < verdict.gain_hi and verdict.gain == pytest.approx(3.1, abs=0.5)
 
 
-def test_a_tie_keeps_the_incumbent():
-    timings = [summarise([1.0] * 9), summarise([0.997] * 9), summarise([0.99] * 9)]
-    assert winner_of(timings[:2], incumbent=0) == 0
-    assert winner_of(timings, incumbent=0) == 2
+def test_a_tie_keeps_the_incumbent_and_is_told():
+    rng = random.Random(1)
+    noisy = [summarise([1 + rng.uniform(-0.02, 0.02) for _ in range(21)]) for _ in range(3)]
+    assert decide(noisy) == (0, (1, 2), 0.0, 0.0, 0.0)
+    faster = summarise([0.9 * ms for ms in noisy[1].samples])
+    assert decide([noisy[0], noisy[1], faster])[:2] == (2, ())
+
+
+def test_a_gain_counts_from_its_least_on():
+    timings = [summarise([1.0] * 9), summarise([0.993] * 9), summarise([0.997] * 9)]
+    assert decide(timings).winner == 1
+    assert decide([timings[0], timings[2]]).winner == 0
+    assert decide(timings, min_gain=STORED_GAIN).winner == 0
+    assert decide(timings, incumbent=2, min_gain=STORED_GAIN).winner == 2
+
+
+def test_a_gain_without_confidence_is_none():
+    mostly = [0.9] * 6 + [1.2] * 5  # faster in the median of 11 rounds, and not known to be
+    assert decide([summarise([1.0] * 11), summarise(mostly)]).winner == 0
 
 
 @pytest.mark.gpu

@@ -104,6 +104,7 @@ def test_a_run_and_a_second_one(tune, tmp_path):
     assert first.exit_code == 0
     assert "4 of 4 cells" in first.output and str(tmp_path / "db.sqlite") in first.output
     assert first.output.count("predicted B") == 4
+    assert "Nothing has been timed on gfx950" in first.output  # what a prediction is worth is said with it
     with sqlite3.connect(tmp_path / "out" / "amd-gfx950-mi355x-cu256.sqlite") as conn:
         assert conn.execute("SELECT count(*) FROM best WHERE trust = 'predicted'").fetchone() == (4,)
     second = tune(*GRID)
@@ -222,3 +223,25 @@ def test_error_bounds_are_parsed(text, bounds):
 def test_wrong_error_bounds_name_the_accepted_forms(text):
     with pytest.raises(ValueError, match=r"Accepted: a ratio from 1 to 100, like 2\.0"):
         parse_max_error(text)
+
+
+@pytest.mark.parametrize("args", [("--exhaustive",), ("--exhaustive", "300"), ("--audit", "20"), ("--recheck",)])
+def test_what_measures_needs_a_gpu(tune, args):
+    result = tune(*GRID, *args)
+    assert result.exit_code == 2 and f"{args[0]} measures, and needs a GPU" in result.output
+
+
+def test_modes_exclude_each_other(tune):
+    assert tune("--recheck", "--audit", "3").exit_code == 2
+
+
+@pytest.mark.parametrize("sampler", [name for name in cli.SAMPLERS if name != "gp"])
+def test_every_sampler_tunes(tune, sampler):
+    assert "4 of 4 cells" in tune(*GRID, "--sampler", sampler).output
+
+
+def test_the_samplers_are_those_that_there_are():
+    from zyfa.tuner.samplers import DEFAULT as SAMPLER
+    from zyfa.tuner.samplers import SAMPLERS
+
+    assert tuple(SAMPLERS) == cli.SAMPLERS and cli.SAMPLERS[0] == SAMPLER

@@ -13,7 +13,7 @@ from zyfa.tuner.worker import Job, Result, WorkerError, WorkerPool
 
 KEY = AttentionKey("bf16", 128, 128, 32, 8, 1, 1024, 1024, True)
 GOOD = AttentionConfig(64, 64, 4, 2)
-HANGS, DIES, FAULTS, BUG = (AttentionConfig(64, 64, 4, n) for n in (11, 12, 13, 14))
+HANGS, DIES, FAULTS, BUG, KILLED, DOOMED = (AttentionConfig(64, 64, 4, n) for n in (11, 12, 13, 14, 15, 16))
 
 
 def fake_evaluator(gpu, arch):
@@ -28,6 +28,9 @@ def fake_evaluator(gpu, arch):
             time.sleep(1000)
         if config == DIES:
             os.kill(os.getpid(), signal.SIGSEGV)
+        if config == DOOMED or (config == KILLED and not os.path.exists(os.environ["KILLED_ONCE"])):
+            open(os.environ["KILLED_ONCE"], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
         if config == FAULTS or poisoned:
             poisoned = True
             raise RuntimeError("an illegal memory access was encountered\nmore text")
@@ -75,6 +78,23 @@ def test_a_hang_is_killed_even_if_it_ignores_sigterm(pool):
     hung = run(pool, HANGS, limit_s=0.5)
     assert (hung.outcome, hung.reason) == ("timed_out", "no answer within 0.5 s")
     assert run(pool, GOOD).outcome == "ok"
+
+
+def test_a_worker_that_someone_else_kills_is_no_crash_of_its_config(monkeypatch, tmp_path):
+    monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "once"))
+    pool = WorkerPool((0,), "sm90", fake_evaluator)
+    assert run(pool, KILLED).outcome == "ok"
+    doomed = run(pool, DOOMED)
+    assert (doomed.outcome, doomed.reason) == ("crashed", "the process ended by SIGKILL")
+    pool.close()
+
+
+def test_a_signal_to_the_whole_group_is_no_crash(pool):
+    assert run(pool, GOOD).outcome == "ok"
+    process = pool._workers[0]._process
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid, signum)
+    assert run(pool, GOOD).ms == float(process.pid)
 
 
 def test_every_config_of_a_lost_job_gets_the_outcome(pool):

@@ -1,6 +1,9 @@
 """The entry points of zyfa-tune and zyfa-bench; they say in one line what to install where the extra is missing."""
 
+import os
 import sys
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the search inverts small matrices; threads would only wait
 
 EXTRA = ("click", "optuna", "sqlite_utils", "rich", "numpy", "platformdirs")
 

@@ -54,14 +54,17 @@ def front_figure(points: "Sequence[FrontPoint]"):
     cells = list(dict.fromkeys(point.cell for point in points))
     width = min(len(cells), 4)
     figure = _figure_class()(figsize=(4.5 * width + 1, 3.5 * -(-len(cells) // width)), layout="constrained")
-    axes = figure.subplots(-(-len(cells) // width), width, squeeze=False).flat
+    axes = list(figure.subplots(-(-len(cells) // width), width, squeeze=False).flat)
+    for axis in axes[len(cells) :]:
+        axis.set_visible(False)
     for axis, cell in zip(axes, cells, strict=False):
         mine = [point for point in points if point.cell == cell]
         best = [point for point in mine if not point.dominated]
         axis.plot([p.us for p in best], [p.error for p in best], linewidth=1)
         axis.plot([p.us for p in mine], [p.error for p in mine], linestyle="", marker="o", markersize=4)
         for p in mine:
-            axis.annotate("bf16" if p.recipe == "none" else p.recipe, (p.us, p.error), fontsize=6)
+            side = "right" if 2 * p.us > mine[0].us + mine[-1].us else "left"  # names stay inside of the panel
+            axis.annotate("bf16" if p.recipe == "none" else p.recipe, (p.us, p.error), fontsize=6, ha=side)
         seqlen, mask = cell.seqlen_q, "causal" if cell.causal else "full"
         axis.set(title=f"{seqlen}, {mask}", xlabel="us", ylabel="worst certified error", yscale="log")
     return figure

@@ -2,21 +2,23 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.tuning_db.reader import Row
 from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Trial
 
+from . import samplers
 from .compile import Build
 from .effort import Effort
 from .facts import Facts
 from .model import Prediction
 from .plan import PlannedCell
-from .study import CellStudy, Space
+from .study import MIN_GAIN, CellStudy, Space
 from .worker import Result
 
 
@@ -28,6 +30,7 @@ class Tools(NamedTuple):
     compile: Callable[[AttentionKey, AttentionConfig], "Future[Build]"]
     gate: Callable[[Facts, AttentionKey, AttentionConfig], str | None]
     predict: Callable[[Facts, AttentionKey, AttentionConfig], Prediction] | None
+    lent: Callable[[], Sequence[Row]] = tuple  # winners of shipped databases, to start from
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Setup:
     lookahead: int
     max_error: float = 2.0
     seed: int = 0
+    sampler: str = samplers.DEFAULT
     fresh: bool = False
+    recheck: bool = False  # time what is stored of each cell again, and search no further
     deadline: float = math.inf
     admits: Callable[[AttentionKey, AttentionConfig], bool] = lambda key, config: True
     fronted: Callable[[AttentionKey, AttentionConfig], bool] = lambda key, config: False
@@ -53,6 +58,11 @@ class Setup:
     def patience(self) -> int:
         """Trials without a gain that end a cell. Not of predictions: one build serves all lengths, so none is waste."""
         return self.effort.patience if self.method == "measure" else self.effort.trials
+
+    @property
+    def min_gain(self) -> float:
+        """Expected gain of a trial below which a cell ends; predictions, again, are searched to their end."""
+        return MIN_GAIN if self.method == "measure" else 0.0
 
     @property
     def trust(self) -> str:
@@ -75,10 +85,14 @@ class CellRun:
     winner: tuple[AttentionConfig, Result] | None = None
     confidence: str = ""
     default_ms: float | None = None
+    incumbent: AttentionConfig | None = None  # the winner that was stored before the run, whatever its toolchain
+    gain: tuple[float, float, float] | None = None  # of the winner over the incumbent, percent, with its interval
+    ties: int = 0  # finalists that cannot be told from the winner
     exhausted: bool = False
     recipes: frozenset[str] = frozenset()  # that a front has to have tried
     study: CellStudy = field(init=False)
     gpu: int = -1
+    begun: float = 0.0  # time.monotonic() when its search started
 
     def count(self, outcome: str, reason: str) -> None:
         """One more trial; reasons are counted up to their first colon, where the numbers begin."""
@@ -92,9 +106,19 @@ class CellRun:
 
     @property
     def family(self) -> tuple:
-        """Cells of one family differ in lengths, batch and heads only, and one build serves them all."""
-        key = self.key
-        return key.dtype, key.head_dim, key.head_dim_v, key.causal, key.window_class
+        return family_of(self.key)
+
+    @property
+    def started(self) -> bool:
+        """Whether the cell has a study."""
+        return self.state != "waiting"
+
+    def seconds_left(self, trials: int, patience: int, now: float) -> float | None:
+        """At most so long until the search of the cell ends, at its own pace so far; None where there is none yet."""
+        if self.state != "searching" or (told := len(self.study.times)) <= self.resumed:
+            return None
+        left = trials - told if self.study.best is None else min(trials - told, patience - self.study.since_gain)
+        return max(left, 0) * (now - self.begun) / (told - self.resumed)
 
     @property
     def best_ms(self) -> float | None:
@@ -108,6 +132,11 @@ class Display(Protocol):
     def trial(self, run: CellRun, config: AttentionConfig, result: Result) -> None: ...
     def state(self, run: CellRun) -> None: ...
     def tick(self) -> None: ...
+
+
+def family_of(key: AttentionKey) -> tuple:
+    """Cells of one family differ in lengths, batch and heads only, and one build serves them all."""
+    return key.dtype, key.head_dim, key.head_dim_v, key.causal, key.window_class
 
 
 def size_of(key: AttentionKey) -> float:

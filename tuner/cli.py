@@ -16,6 +16,7 @@ from .lengths import parse_duration, parse_heads, parse_numbers, parse_seq_lens
 from .plan import PlannedCell, from_workload, grid
 from .space import FP8_RECIPES, MAX_RECIPE_ERROR
 
+SAMPLERS = ("surrogate", "tpe", "gp", "nsga2", "random")  # samplers.SAMPLERS, which loads Optuna
 DTYPES = ("bf16", "fp16", "fp8")
 CAUSAL = {"both": (True, False), "yes": (True,), "no": (False,)}
 
@@ -94,13 +95,19 @@ class Options:
     recipes: tuple[str, ...]
     max_error: MaxError
     pareto: bool
+    sampler: str
+    exhaustive: int | None  # configs of each cell, 0 for all; None: no recording
+    audit: int | None
+    recheck: bool
     db: Path | None
     out: Path | None
+    split: bool
     gpus: tuple[int, ...]
     resume: bool
     seed: int
     json: bool
     report: Path | None
+    first_hour: bool = False
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110})
@@ -171,12 +178,46 @@ class Options:
     "recipe, which precision='fp8:<preset>' takes.",
 )
 @click.option(
+    "--sampler",
+    type=click.Choice([*SAMPLERS]),
+    default=SAMPLERS[0],
+    help="What proposes configs: a Gaussian process over all legal ones (surrogate), or one of Optuna's.",
+)
+@click.option(
+    "--exhaustive",
+    type=click.IntRange(0),
+    is_flag=False,
+    flag_value=0,
+    metavar="[N]",
+    help="Instead of searching, record every legal config of each cell, or a stratified sample of N, as landscape "
+    "files in --out (benchmarks/<sku>/landscapes).",
+)
+@click.option(
+    "--audit",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Instead of searching, time what lookup gives for N random irregular shapes against the best known configs, "
+    "and print the worst and the median regret.",
+)
+@click.option(
+    "--recheck",
+    is_flag=True,
+    help="Instead of searching, measure each cell's stored best configs again under this toolchain, and print which "
+    "winners moved and by how much.",
+)
+@click.option(
     "--db",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Database that is read and written.  [default: the user's, which zyfa.attention reads]",
 )
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Also export the GPU's file to this folder."
+)
+@click.option(
+    "--split/--no-split",
+    default=True,
+    help="After searching, sample the lower half of each measured cell, and tune it on its own where the cell's winner "
+    "loses more than 3 % there.",
 )
 @click.option("--gpus", type=Parsed("list", parse_gpus), default="all", help="GPUs to measure on, like 0,1.")
 @click.option("--engine", type=click.Choice(["local"]), default="local", help="Where workers run: this machine.")
@@ -190,9 +231,17 @@ class Options:
     metavar="FILE.html",
     help="Also write the final table as a web page.",
 )
+@click.option(
+    "--first-hour",
+    is_flag=True,
+    help="On a GPU that nobody has timed: test every preset against the reference, time what the model does not know, "
+    "judge its predictions on 24 configs in 6 shapes, then tune with the rest of --budget (1h); writes to --out "
+    "(first-hour) what to send back.",
+)
 @click.version_option(package_name="zyfa")
 def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, method, effort, budget, recipes,
-         max_error, pareto, db, out, gpus, engine, resume, seed, dry_run, as_json, report):  # fmt: skip
+         max_error, pareto, sampler, exhaustive, audit, recheck, db, out, split, gpus, engine, resume, seed, dry_run,
+         as_json, report, first_hour):  # fmt: skip
     """Search the fastest configs of prefill attention and store them where zyfa.attention finds them.
 
     With a GPU in this machine configs are timed on it; without one they are compiled for a target GPU, and what the
@@ -206,6 +255,9 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
       zyfa-tune --target mi300x --out databases/     no GPU needed
       zyfa-tune --workload calls.jsonl --budget 10m
       zyfa-tune --dtypes fp8 --pareto                the best config of each FP8 recipe: time against error
+      zyfa-tune --recheck                            which winners moved with the new driver or Triton?
+      zyfa-tune --audit 100                          what irregular shapes lose
+      zyfa-tune --first-hour                         a GPU that nobody has timed
 
     \b
     Exit codes: 0 done; 2 wrong usage; 3 done, but some cells have no valid config; 130 and 143 stopped by SIGINT and
@@ -217,9 +269,11 @@ def main(seq_lens, workload, dtypes, head_dims, heads, batch, causal, target, me
         )  # fmt: skip
     except (ValueError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--workload") from error
+    if sum((exhaustive is not None, audit is not None, recheck)) > 1:
+        raise click.UsageError("--exhaustive, --audit and --recheck exclude each other")
     options = Options(
-        tuple(cells), target.lower(), method, effort, budget, recipes, max_error, pareto, db, out, gpus, resume, seed,
-        as_json, report,
+        tuple(cells), target.lower(), method, effort, budget, recipes, max_error, pareto, sampler, exhaustive, audit,
+        recheck, db, out, split, gpus, resume, seed, as_json, report, first_hour,
     )  # fmt: skip
     if dry_run:
         return print_plan(options)

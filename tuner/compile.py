@@ -155,7 +155,8 @@ def specialisation(key: AttentionKey, config: AttentionConfig, arch: str) -> tup
 
 def _serve(connection, arch: str) -> None:
     """A worker's life: take a job, answer with its Build, until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
+    for signum in (signal.SIGINT, signal.SIGTERM):  # these reach the whole process group; the coordinator decides
+        signal.signal(signum, signal.SIG_IGN)
     pin_environment()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:

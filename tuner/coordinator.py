@@ -4,44 +4,55 @@ The only writer. A trial is stored before the study hears of it, so a run that i
 nothing else; the next one rebuilds the studies from the log.
 """
 
+import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from zyfa.config import AttentionConfig
+from zyfa.config import AttentionConfig, Cell
 from zyfa.tuning_db.store import Store, Trial
 
-from .cells import CellRun, Display, Setup, Tools, failed_build, result_of, size_of
+from .cells import CellRun, Display, Setup, Tools, failed_build, result_of
 from .compile import Build
 from .facts import Facts
+from .gpu_queue import GpuQueues
 from .plan import PlannedCell
 from .study import CellStudy
-from .timing import winner_of
+from .timing import MIN_GAIN, STORED_GAIN, decide
+from .warm import ENOUGH, WarmStart, model_top
 from .worker import Job, Result, WorkerPool
 
 TICK_S = 0.2  # how long a signal or the display waits at most
 TRIAL_LIMIT_S = 60.0  # covers a compile that the disk cache missed
 FINAL_LIMIT_S = 300.0
 MEASURED_AT_ONCE = 8  # cells: enough to have builds ready for every GPU, few enough to learn from finished ones
-CELL_IN_FLIGHT = 12  # trials of one cell: TPE learns from results, and a quarter of a default search is enough ahead
-NEIGHBOURS, MODEL_TOP = 3, 3  # seeds from finished cells, and from the model's ranking of what is compiled already
+CELL_IN_FLIGHT = 8  # trials of one cell: a search learns from results, and builds must be ready
+LOST = ("timed_out", "crashed")  # of a process, with every config that it was given
+TIE = "ties with the winner"  # the reason of a final trial that is as good
 PAIRED, UNPAIRED = "A", "B"  # confidence of a measured winner: decided side by side, or by separate timings
 
 
 class Coordinator:
-    """One tuning run; stopped() is asked between events and ends it early with results kept."""
+    """One tuning run; stopped() is asked between events and ends it early with results kept.
+
+    hints: configs of a cell that are tried right after its default.
+    """
 
     def __init__(
         self, cells: Iterable[PlannedCell], setup: Setup, tools: Tools, store: Store | None, display: Display,
         stopped: Callable[[], bool] = lambda: False, pool: WorkerPool | None = None,
+        hints: Mapping[Cell, Sequence[AttentionConfig]] | None = None,
     ):  # fmt: skip
         self.runs = [CellRun(planned, tools.seeds(planned.key)[0]) for planned in cells]
         self._setup, self._tools, self._store, self._pool = setup, tools, store, pool
-        self._display, self._stopped = display, stopped
+        self._display, self._stopped, self._hints = display, stopped, hints or {}
         self._handlers: dict[Future, list[Callable[[Future], None]]] = {}
+        self._gpus = GpuQueues(pool, self._on) if pool is not None else None
         self._facts: dict[tuple, Facts] = {}  # of what passed its gates, by family and config
+        past = store.trials(trust=setup.trust) if store is not None and not setup.fresh else []
+        self._warm = WarmStart(past, setup.toolchain, tools.lent() if setup.method == "measure" else ())
 
     def run(self) -> list[CellRun]:
         """Searches until every cell is done, the deadline passes or stopped() says so; returns all cells.
@@ -74,9 +85,12 @@ class Coordinator:
         """Starts cells and compiles until the lookahead is reached, and closes cells that need no more."""
         while not self._stopped():
             self._start_cells()
-            run = None if self._expired() or len(self._handlers) >= self._setup.lookahead else self._next_run()
+            ahead = len(self._handlers) + (self._gpus.waiting if self._gpus else 0)
+            run = None if self._expired() or ahead >= self._setup.lookahead else self._next_run()
             if run is not None:
                 self._ask(run)
+                if any(future.done() for future in self._handlers):
+                    return  # a result is stored before the next config is thought of, so that a kill loses no more
             elif not any([self._close_if_finished(run) for run in self._searching]):
                 return
 
@@ -96,6 +110,8 @@ class Coordinator:
     def _wants_more(self, run: CellRun) -> bool:
         told = len(run.study.times) + run.study.pending
         enough = told >= self._setup.effort.trials or self._finished(run)
+        if self._setup.recheck:
+            return bool(run.study.seeds_left)
         return not run.exhausted and (not enough or self._lacks_recipes(run))
 
     def _lacks_recipes(self, run: CellRun) -> bool:
@@ -103,7 +119,7 @@ class Coordinator:
         return not run.recipes <= run.study.recipes()
 
     def _finished(self, run: CellRun) -> bool:
-        return run.study.finished(self._setup.effort.trials, self._setup.patience)
+        return run.study.finished(self._setup.effort.trials, self._setup.patience, self._setup.min_gain)
 
     def _close_if_finished(self, run: CellRun) -> bool:
         if run.study.pending or (self._wants_more(run) and not self._expired()):
@@ -121,16 +137,33 @@ class Coordinator:
     # --- one cell ----------------------------------------------------------------------------------------------
 
     def _start(self, run: CellRun) -> None:
-        seeds = [run.default, *self._neighbours(run), *self._model_top(run), *self._tools.seeds(run.key)]
-        run.study = CellStudy(self._tools.space(run.key), dict.fromkeys(seeds), self._setup.seed)
+        stored = self._store.winner(run.planned.cell) if self._store is not None and not self._setup.fresh else None
+        run.incumbent = stored.trial.config if stored else None
+        evidence = functools.partial(self._warm.evidence, run, self.runs)
+        seeds = self._seeds(run, len(evidence()))
+        space = self._warm.without_offenders(self._tools.space(run.key))
+        run.study = CellStudy(space, seeds, self._setup.seed, self._setup.sampler, evidence)
         run.recipes = frozenset(config.recipe for config in seeds if self._setup.fronted(run.key, config))
-        run.state = "searching"
+        run.state, run.begun = "searching", time.monotonic()
         if self._store is not None and not self._setup.fresh:
             self._restore(run)
         if self._pool is not None:
             load = Counter(other.gpu for other in self._searching)
             run.gpu = min(self._pool.gpus, key=lambda gpu: load[gpu])
         self._display.state(run)
+
+    def _seeds(self, run: CellRun, evidence: int) -> list[AttentionConfig]:
+        """Where a search starts; the architecture's own seeds are left out where near cells tell more, except those
+        that a front needs.
+        """
+        known, own = self._warm.seeds(run, self.runs), self._tools.seeds(run.key)
+        known[1:1] = self._hints.get(run.planned.cell, ())
+        if self._setup.recheck:
+            return list(dict.fromkeys([*known[:1], *filter(None, [run.incumbent]), *self._warm.own_best(run.key)]))
+        if evidence >= ENOUGH:
+            return [*known, *(config for config in own if self._setup.fronted(run.key, config))]
+        predict = self._tools.predict if self._setup.method == "measure" else None
+        return [*known, *model_top(run, self._facts, predict), *own]
 
     def _restore(self, run: CellRun) -> None:
         """Rebuilds the study from the log; the cell is done if its search had ended and its winner was decided."""
@@ -151,6 +184,8 @@ class Coordinator:
             self._keep_front(run)
 
     def _ended(self, run: CellRun) -> bool:
+        if self._setup.recheck:
+            return not run.study.seeds_left
         return (self._finished(run) and not self._lacks_recipes(run)) or run.study.exhausted()
 
     def _replay(self, run: CellRun, trial: Trial) -> None:
@@ -158,29 +193,9 @@ class Coordinator:
             run.count(trial.outcome, trial.reason)
             run.study.claim(trial.config)
             run.study.tell(trial.config, trial.ms)
+        run.results.pop(trial.config, None)  # the last word on a config is the last trial
         if trial.outcome == "ok":
             run.results[trial.config] = trial.id, result_of(trial)
-
-    def _neighbours(self, run: CellRun) -> list[AttentionConfig]:
-        """Winners to start from: the cell's own under another toolchain, then those of the family's nearest lengths."""
-        own = self._store.winner(run.planned.cell) if self._store is not None else None
-        near = sorted(
-            (other for other in self.runs if other.family == run.family and other.winner),
-            key=lambda other: abs(math.log2(size_of(other.key) / size_of(run.key))),
-        )
-        winners = [other.winner[0] for other in near if other.winner]
-        return ([own.trial.config] if own else []) + list(dict.fromkeys(winners))[:NEIGHBOURS]
-
-    def _model_top(self, run: CellRun) -> list[AttentionConfig]:
-        """What the model holds best for this cell among the builds of its family; they cost no compile."""
-        if self._setup.method != "measure" or self._tools.predict is None:
-            return []
-        predicted = {
-            config: self._tools.predict(facts, run.key, config).ms
-            for (family, config), facts in self._facts.items()
-            if family == run.family
-        }
-        return sorted(predicted, key=predicted.__getitem__)[:MODEL_TOP]
 
     def _ask(self, run: CellRun) -> None:
         config = run.study.ask()
@@ -233,14 +248,17 @@ class Coordinator:
         self._record(run, config, result, facts.to_dict())
 
     def _measure(self, run: CellRun, config: AttentionConfig, facts: Facts) -> None:
-        assert self._pool is not None
         job = Job(run.key, (config,), self._setup.effort.repeats, self._setup.max_error, run.best_ms)
-        future = self._pool.submit(run.gpu, job, TRIAL_LIMIT_S)
-        self._on(future, lambda done: self._record(run, config, done.result()[0], facts.to_dict()))
+        self._time(run, job, TRIAL_LIMIT_S, lambda done: self._record(run, config, done.result()[0], facts.to_dict()))
+
+    def _time(self, run: CellRun, job: Job, limit_s: float, handle: Callable[[Future], None]) -> None:
+        assert self._gpus is not None
+        self._gpus.add(run.gpu, job, limit_s, handle)
 
     def _record(self, run: CellRun, config: AttentionConfig, result: Result, facts: dict) -> None:
         """Stores a trial, then tells the study and the display."""
         self._log(run, config, result, facts)
+        self._warm.note(run.key, config, result.outcome)
         run.study.tell(config, result.ms)
         run.count(result.outcome, result.reason)
         self._display.trial(run, config, result)
@@ -250,7 +268,7 @@ class Coordinator:
             return
         number = self._store.add_trial(
             run.key, self._setup.toolchain, config, trust=self._setup.trust, is_default=config == run.default,
-            facts=facts, **result._asdict(),
+            facts=facts, **result.stored(),
         )  # fmt: skip
         if result.outcome == "ok":
             run.results[config] = number, result
@@ -283,25 +301,59 @@ class Coordinator:
 
     def _compare(self, run: CellRun) -> None:
         """Times the default config and the fastest side by side; the winner is decided there."""
-        assert self._pool is not None
         self._set_state(run, "comparing")
         fastest = self._ranked(run)[: self._setup.effort.finalists]
-        default = [run.default] if run.default in run.results else []
-        configs = tuple(dict.fromkeys([*default, *fastest, *self._front(run)]))
+        always = [c for c in (run.default, run.incumbent) if c in run.results]
+        configs = tuple(dict.fromkeys([*always, *fastest, *self._front(run)]))
         job = Job(run.key, configs, self._setup.effort.final, self._setup.max_error)
-        future = self._pool.submit(run.gpu, job, FINAL_LIMIT_S)
-        self._on(future, lambda done: self._compared(run, configs, done.result()))
+        self._time(run, job, FINAL_LIMIT_S, lambda done: self._compared(run, configs, done.result()))
 
     def _compared(self, run: CellRun, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> None:
-        for config, result in zip(configs, results, strict=True):
+        if len(configs) > 1 and all(result.outcome in LOST for result in results):
+            return self._single_out(run, list(configs), [])
+        valid = [
+            i for i, result in enumerate(results) if result.outcome == "ok" and self._setup.admits(run.key, configs[i])
+        ]
+        incumbent = next((n for n, i in enumerate(valid) if configs[i] == run.incumbent), None)
+        gain = MIN_GAIN if incumbent is None else STORED_GAIN
+        verdict = decide([results[i].timing() for i in valid], incumbent or 0, gain) if valid else None
+        ties = {valid[n] for n in verdict.ties} if verdict else set()
+        for i, (config, result) in enumerate(zip(configs, results, strict=True)):
             run.results.pop(config, None)  # the last word on a config is the last trial
-            self._log(run, config, result, {})
-        valid = [c for c in configs if c in run.results and self._setup.admits(run.key, c)]
-        if valid:
-            timings = [run.results[config][1].timing() for config in valid]
-            self._crown(run, valid[winner_of(timings)], PAIRED)
+            self._warm.note(run.key, config, result.outcome)
+            told = result._replace(reason=TIE) if i in ties else result
+            self._log(run, config, told, self._final_facts(run, config, result))
+        if verdict:
+            run.ties = len(ties)
+            run.gain = (verdict.gain, verdict.gain_lo, verdict.gain_hi) if incumbent is not None else None
+            self._crown(run, configs[valid[verdict.winner]], PAIRED)
             return self._set_state(run, "done")
         return self._compare(run) if self._ranked(run) else self._set_state(run, "failed")
+
+    def _final_facts(self, run: CellRun, config: AttentionConfig, result: Result) -> dict:
+        """Of the code, where this run compiled it, and of the GPU while it was timed."""
+        facts = self._facts.get((run.family, config))
+        return (facts.to_dict() if facts else {}) | ({"sensors": result.sensors} if result.sensors else {})
+
+    def _single_out(self, run: CellRun, left: list[AttentionConfig], found: list[tuple]) -> None:
+        """One finalist took the others with it: each is timed alone, so that only the offender is recorded as one."""
+        if left:
+            job = Job(run.key, (left[0],), self._setup.effort.repeats, self._setup.max_error)
+            return self._time(
+                run, job, TRIAL_LIMIT_S,
+                lambda done: self._single_out(run, left[1:], [*found, (left[0], done.result()[0])]),
+            )  # fmt: skip
+        offenders = [(config, result) for config, result in found if result.outcome != "ok"]
+        for config, result in offenders:
+            run.results.pop(config, None)
+            self._warm.note(run.key, config, result.outcome)
+            self._log(run, config, result, {})
+        if not self._ranked(run):
+            return self._set_state(run, "failed")
+        if offenders:
+            return self._compare(run)
+        self._crown(run, self._ranked(run)[0], UNPAIRED)  # together they fail, alone none does: decided by single times
+        return self._set_state(run, "done")
 
     def _crown(self, run: CellRun, config: AttentionConfig, confidence: str) -> None:
         """Makes a config the winner of its cell."""

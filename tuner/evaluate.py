@@ -1,7 +1,7 @@
 """What a worker does with its GPU: makes inputs, checks a config against the reference, times it."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from zyfa.kernels.launch import attention_forward
 from zyfa.reference import attention_ref, emulate, relative_error
 
 from .plan import flops
+from .sensors import Reading, nothing, reader
 from .timing import GraphSampler, Repeats, collect, paired, summarise
 from .worker import Job, Result
 
@@ -105,10 +106,14 @@ class Evaluator:
     """Runs jobs on one device. Inputs and references are made once per shape and kept.
 
     cache_bytes: last-level cache, which the copies of a call's inputs must exceed. memory_bytes: for kept inputs.
+    sensors: reads clocks, power and temperature, at the end of each timing.
     """
 
-    def __init__(self, device: torch.device, arch: str, cache_bytes: int = 0, memory_bytes: float = float("inf")):
-        self._device, self._arch = device, arch
+    def __init__(
+        self, device: torch.device, arch: str, cache_bytes: int = 0, memory_bytes: float = float("inf"),
+        sensors: Callable[[], Reading] = nothing,
+    ):  # fmt: skip
+        self._device, self._arch, self._sensors = device, arch, sensors
         self._cache_bytes, self._memory_bytes = cache_bytes, memory_bytes
         self._inputs: dict[AttentionKey, list[Inputs]] = {}
         self._expected: dict[tuple, Expected] = {}
@@ -119,7 +124,7 @@ class Evaluator:
         torch.cuda.set_device(gpu)
         props = torch.cuda.get_device_properties(gpu)
         cache_bytes = LAST_CACHE_BYTES if torch.version.hip else props.L2_cache_size
-        return cls(torch.device("cuda", gpu), arch, cache_bytes, MEMORY_SHARE * props.total_memory)
+        return cls(torch.device("cuda", gpu), arch, cache_bytes, MEMORY_SHARE * props.total_memory, reader(gpu))
 
     def __call__(self, job: Job) -> list[Result]:
         """One Result for each config of the job; those that are right are timed side by side if there are several."""
@@ -173,13 +178,15 @@ class Evaluator:
             timing = collect(sampler, sampler.calls, job.repeats, job.best_ms)
         except ValueError as error:  # a clock that stands still or runs backwards
             return Result("wrong", rel_err=checked.rel_err, reason=str(error))
-        return checked._replace(**timing._asdict())
+        return checked._replace(**timing._asdict(), sensors=self._sensors())
 
     def _paired(self, samplers: Sequence[GraphSampler], repeats: Repeats) -> list[dict]:
         heated = [summarise([sampler() for _ in range(2)]).ms * sampler.calls for sampler in samplers]
         rounds = int(repeats.budget_ms * len(samplers) / max(sum(heated), 1e-6))
         rounds = max(repeats.min_rounds, min(rounds, repeats.max_rounds))
-        return [timing._asdict() for timing in paired(samplers, rounds)] if samplers else []
+        timings = paired(samplers, rounds) if samplers else []
+        sensors = self._sensors()
+        return [timing._asdict() | {"sensors": sensors} for timing in timings]
 
     def _sampler(self, key: AttentionKey, config: AttentionConfig) -> GraphSampler:
         sets = self._sets(key)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from zyfa.archs import ARCHS
 
+from .flow import Instruction, matrix_loops
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -54,14 +56,16 @@ class Facts:
         """Plain values for JSON, zero counts left out."""
         return dataclasses.asdict(self) | {"loops": [dataclasses.asdict(loop) for loop in self.loops]}
 
+    @classmethod
+    def from_dict(cls, values: dict) -> "Facts":
+        """Inverse of to_dict, also of a trial's facts, where sensors may lie beside them; TypeError, KeyError else."""
+        own = {name: value for name, value in values.items() if name != "sensors"}
+        return cls(**own | {"loops": tuple(Loop(**loop) for loop in values["loops"])})
 
-class Instruction(NamedTuple):
-    """One instruction; target is the index it may jump to, falls is false if the next one cannot follow."""
-
-    op: str
-    args: str
-    target: int | None = None
-    falls: bool = True
+    @property
+    def scratch_in_loops(self) -> int:
+        """Accesses to private memory in one trip of the loop that has most of them."""
+        return max((loop.mix.get("scratch", 0) for loop in self.loops), default=0)
 
 
 def facts_of(kernel, arch: str) -> Facts:
@@ -70,6 +74,15 @@ def facts_of(kernel, arch: str) -> Facts:
     if ARCHS[arch].vendor == "amd":
         return amdgcn_facts(kernel.asm["amdgcn"], shared, num_warps, arch)
     return sass_facts(sass_listing(kernel.asm["cubin"]), shared, num_warps, arch)
+
+
+def loops_with(kernel, arch: str, holds: Callable[[str], bool]) -> list[Loop]:
+    """The innermost loops of a CompiledKernel that hold an opcode for which holds() is true."""
+    if ARCHS[arch].vendor == "amd":
+        bodies = matrix_loops(_parse_gfx(kernel.asm["amdgcn"]), holds)
+        return [_loop(body, _gfx_class, _gfx_traffic) for body in bodies]
+    bodies = matrix_loops(_parse_sass(sass_listing(kernel.asm["cubin"])), holds)
+    return [_loop(body, _sass_class, _sass_traffic) for body in bodies]
 
 
 # --- occupancy ---------------------------------------------------------------------------------------------------
@@ -109,82 +122,7 @@ def _occupancy(arch: str, registers: int, lds_bytes: int, num_warps: int) -> tup
     return workgroups, workgroups * num_warps / 4
 
 
-# --- loops -------------------------------------------------------------------------------------------------------
-
-
-def _blocks(code: list[Instruction]) -> tuple[list[range], list[list[int]]]:
-    """Basic blocks as instruction ranges, and the successors of each."""
-    starts = {0} | {i.target for i in code if i.target is not None}
-    starts |= {n + 1 for n, i in enumerate(code) if i.target is not None or not i.falls}
-    edges = sorted(start for start in starts if start < len(code))
-    blocks = [range(a, b) for a, b in zip(edges, [*edges[1:], len(code)], strict=True)]
-    index = {block.start: n for n, block in enumerate(blocks)}
-    successors = []
-    for block in blocks:
-        last = code[block[-1]]
-        after = [block.stop] if last.falls else []
-        successors.append([index[i] for i in (*after, last.target) if i in index])
-    return blocks, successors
-
-
-def _dominators(successors: list[list[int]]) -> list[int]:
-    """For each block the bit set of blocks that every path to it passes; blocks without a path keep all bits."""
-    n = len(successors)
-    everything = (1 << n) - 1
-    predecessors: list[list[int]] = [[] for _ in range(n)]
-    for block, nexts in enumerate(successors):
-        for after in nexts:
-            predecessors[after].append(block)
-    dominators = [1] + [everything] * (n - 1)
-    changed = True
-    while changed:
-        changed = False
-        for block in range(1, n):
-            common = everything
-            for before in predecessors[block]:
-                common &= dominators[before]
-            common |= 1 << block
-            changed |= common != dominators[block]
-            dominators[block] = common
-    return dominators
-
-
-def _natural_loops(successors: list[list[int]]) -> list[set[int]]:
-    """Blocks of each loop; back edges to one header make one loop.
-
-    Dominance and not mere backward jumps: SASS moves the waiting loops of barriers behind the code and jumps back.
-    """
-    dominators = _dominators(successors)
-    loops: dict[int, set[int]] = {}
-    for tail, nexts in enumerate(successors):
-        for header in nexts:
-            if dominators[tail] >> header & 1:
-                loops.setdefault(header, {header}).update(_reaching(tail, header, successors))
-    return list(loops.values())
-
-
-def _reaching(tail: int, header: int, successors: list[list[int]]) -> set[int]:
-    """Blocks from which tail is reached without passing header."""
-    found, pending = {header, tail}, [tail]
-    while pending:
-        block = pending.pop()
-        if block == header:
-            continue
-        before = [b for b, nexts in enumerate(successors) if block in nexts and b not in found]
-        found.update(before)
-        pending.extend(before)
-    return found
-
-
-def matrix_loops(code: list[Instruction], is_matrix: Callable[[str], bool]) -> list[list[Instruction]]:
-    """Instructions of each innermost loop among those that hold a matrix instruction, in the order of the code."""
-    if not code:
-        return []
-    blocks, successors = _blocks(code)
-    holds = {n for n, block in enumerate(blocks) if any(is_matrix(code[i].op) for i in block)}
-    loops = [loop for loop in _natural_loops(successors) if loop & holds]
-    innermost = [loop for loop in loops if not any(other < loop for other in loops)]
-    return [[code[i] for n in sorted(loop) for i in blocks[n]] for loop in sorted(innermost, key=min)]
+# --- loops ----------------------------------------------------------------------------------------------------------
 
 
 def _loop(body: list[Instruction], classify: Callable[[str, str], str], traffic: Callable) -> Loop:

@@ -1,20 +1,13 @@
-"""Time of a config from its machine code alone: pipe bounds, occupancy, grid fill. First version, for ranking.
+"""Time of a config from its machine code alone: pipe bounds, occupancy, grid fill. For ranking first, times second.
 
-Everything is counted per SIMD in slots: 4 clocks on gfx (one issue of a 64-wide wave), 1 clock of a quarter SM on sm90.
 One trip of a wave costs between `perfect` (matrix and vector work overlap) and `none` (they alternate); `overlap` says
-where in between, by the number of waves that share a SIMD. Only OVERLAP, OVERHEAD and clock_fraction are fitted or
-guessed; all other numbers are documented rates. Not modelled: dependency stalls, clocks under load, instruction cache.
-
-What was checked: on an 8k sweep of a similar kernel on one H200 (182 timed tiles, eight groups of dtype, head_dim
-and causal) the five tiles ranked first hold the fastest of each group; Kendall's tau is .15 to .54. The sm90 form and
-constants were chosen looking at that sweep, so this shows fit, not foresight. No gfx part has been timed.
+where in between, by the number of waves that share a SIMD. Waves share the pipes and fill each other's waits; LDS, L2
+and the latency of loads bound a trip from below; a grid is list-scheduled over the units. The numbers, documented and
+fitted, are in rates.py; what is claimed of the result, and the measurements behind that, in claims.py. Not modelled:
+clocks under load, instruction cache.
 """
 
-import heapq
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from zyfa.config import AttentionConfig, AttentionKey, octave
@@ -23,68 +16,12 @@ from zyfa.recipes import RECIPES
 
 from .facts import Facts, Loop
 from .gate import half_rate, is_matrix
+from .grid import all_trips, grid_time
+from .rates import DEVICES, FITS, RATES, Device, Fit, Rates, hold_slots, matrix_slots
 
-MODEL_VERSION = "v1"
+__all__ = ["DEVICES", "MODEL_VERSION", "Device", "Prediction", "predict"]
 
-
-class Device(NamedTuple):
-    """One SKU. clock_fraction: part of the peak clock that dense attention sustains, scheduling losses included."""
-
-    sku: str
-    arch: str
-    units: int  # CUs or SMs
-    clock_ghz: float
-    clock_fraction: float
-    hbm_tb_s: float
-    l2_mb: float  # of one L2; there are l2_count, programs are dealt to them in turn
-    l2_count: int
-    l2_bytes_per_clk: float  # per unit, hit
-    far_bytes_per_clk: float  # per unit, miss in L2: MALL on AMD, HBM on NVIDIA
-
-
-# AMD: data sheets; L2 and MALL rates are CDNA3's. clock_fraction: with it the model gives hand-written BF16 attention
-# (perfect overlap 272, none 416 slots a trip, two waves a SIMD) the published 1438 TFLOPS on MI355X, an upper end for
-# compiled code. NVIDIA: fitted to the best 8k tiles of a plain Triton kernel on one H200 (554 BF16, 849 FP8 TFLOPS).
-DEVICES = {
-    device.sku: device
-    for device in (
-        Device("mi355x", "gfx950", 256, 2.4, 0.77, 8.0, 4, 8, 64, 28),
-        Device("mi350x", "gfx950", 256, 2.2, 0.77, 8.0, 4, 8, 64, 28),
-        Device("mi325x", "gfx942", 304, 2.1, 0.77, 6.0, 4, 8, 64, 28),
-        Device("mi300x", "gfx942", 304, 2.1, 0.77, 5.3, 4, 8, 64, 28),
-        Device("h200", "sm90", 132, 1.83, 0.85, 4.8, 50, 1, 64, 19),
-        Device("h100", "sm90", 132, 1.83, 0.85, 3.35, 50, 1, 64, 13),
-    )
-}
-
-
-@dataclass(frozen=True)
-class _Rates:
-    """Slots and bytes of one architecture."""
-
-    clocks: int  # of one slot
-    exp: tuple[float, float]  # slots of one exp, likely and pessimistic
-    lds_read: int  # bytes a clock and unit
-    lds_write: int
-    barrier: float
-    scratch: float
-    latency: float  # of a load from L2 or beyond
-    overhead: float  # slots that 128 rows on a unit cost outside the loop: Q in, O out, ramp
-
-
-# exp on gfx950: secondary sources say half rate (2 slots), LLVM prices quarter rate (4): both are carried.
-# overhead: 8 tiles of 64 keys in BF16 (fit to 94 published MI355X shapes); 2 tiles of 128 on Hopper.
-RATES = {
-    "gfx950": _Rates(4, (2, 4), 256, 128, 6, 16, 790 / 4, 3470),
-    "gfx942": _Rates(4, (4, 4), 128, 128, 6, 16, 790 / 4, 3470),
-    "sm90": _Rates(1, (8, 8), 128, 128, 24, 4, 600, 5900),
-}
-# Overlap of matrix and vector work with 1, 2, >= 3 waves on a SIMD: placeholders until a GPU of the kind is timed.
-OVERLAP = (0.25, 0.5, 0.6)
-OVERLAP_SPREAD = 0.2
-LAUNCH_MS = 0.002  # a kernel after another on one stream
-QUANTISER_FRACTION = 0.6  # of peak HBM bandwidth that a one-pass conversion reaches
-GREEDY_PROGRAMS = 8192  # up to here the grid is list-scheduled program by program
+MODEL_VERSION = "v2"
 
 
 class Prediction(NamedTuple):
@@ -110,37 +47,14 @@ class _Trip(NamedTuple):
         return overlap * self.perfect + (1 - overlap) * self.none + self.extra
 
 
-# --- one trip of one wave ----------------------------------------------------------------------------------------
+# --- one trip of one wave ------------------------------------------------------------------------------------------
 
 
-def matrix_slots(op: str, arch: str) -> float:
-    """Slots that one matrix instruction keeps its pipe busy: FLOP over the rate of its kind."""
-    if arch == "sm90":
-        shape = re.search(r"GMMA\.64x(\d+)x", op)
-        return int(shape[1]) / 2 if shape else 8  # 64 x N x 32 bytes at 4096 (8192) FLOP a clock; mma.sync: half rate
-    m, n, k, size = _mfma_shape(op)
-    # The longer forms of a type, with more bytes of A, are the faster ones; 8192 FLOP a slot is what the array can do.
-    return 2 * m * n * k / min(8192, (4 if size == 2 else 8) * m * k * size)
-
-
-def _mfma_shape(op: str) -> tuple[int, int, int, int]:
-    """(M, N, K, bytes of one operand element) of an MFMA."""
-    m, n, k = map(int, re.findall(r"_(\d+)x(\d+)x(\d+)", op)[0])
-    return m, n, k, 2 if op.endswith("f16") else 1
-
-
-def _hold_slots(op: str) -> float:
-    """Slots at the start of an MFMA in which no vector instruction issues: one, and the bytes of A a lane over 16."""
-    m, _, k, size = _mfma_shape(op)
-    return 1 + m * k * size / 64 / 16
-
-
-def _trip(loop: Loop, arch: str, exp_slots: float) -> _Trip:
+def _trip(loop: Loop, arch: str, exp_slots: float, fit: Fit) -> _Trip:
     count = loop.mix.get
-    rates = RATES[arch]
     matrix = {op: n for op, n in loop.mix.items() if is_matrix(op)}
     busy = sum(n * matrix_slots(op, arch) for op, n in matrix.items())
-    extra = rates.barrier * count("barrier", 0) + rates.scratch * count("scratch", 0) + count("nop", 0)
+    extra = fit.barrier * count("barrier", 0) + fit.scratch * count("scratch", 0) + count("nop", 0)
     if arch == "sm90":
         issue = sum(n for kind, n in loop.mix.items() if not is_matrix(kind))
         half = 2 * (count("valu_half", 0) + count("cvt", 0))
@@ -149,7 +63,7 @@ def _trip(loop: Loop, arch: str, exp_slots: float) -> _Trip:
     plain = 2 * count("xlane", 0) + exp_slots * count("trans", 0)
     plain += sum(count(kind, 0) for kind in ("valu", "cvt", "agpr"))
     packed = count("pk", 0)  # packed FP32 never issues beside an MFMA
-    hold = sum(n * _hold_slots(op) for op, n in matrix.items())
+    hold = sum(n * hold_slots(op) for op, n in matrix.items())
     perfect = max(busy + packed, plain + packed + hold)
     return _Trip(perfect, busy + plain + packed, extra, busy, plain + packed)
 
@@ -164,6 +78,7 @@ class _Run(NamedTuple):
     key: AttentionKey
     config: AttentionConfig
     device: Device
+    fit: Fit
     workgroups: int
 
     @property
@@ -184,8 +99,12 @@ class _Run(NamedTuple):
         return self.workgroups * self.config.num_warps / 4
 
     @property
-    def rates(self) -> _Rates:
+    def rates(self) -> Rates:
         return RATES[self.device.arch]
+
+    @property
+    def ms_per_slot(self) -> float:
+        return self.rates.clocks / (self.device.clock_ghz * self.fit.clock_fraction * 1e6)
 
     @property
     def tile_bytes(self) -> int:
@@ -194,8 +113,8 @@ class _Run(NamedTuple):
         return self.config.BLOCK_N * (octave(self.key.head_dim) * qk_size + octave(self.key.head_dim_v) * v_size)
 
 
-def _run(facts: Facts, key: AttentionKey, config: AttentionConfig, device: Device) -> _Run:
-    alone = _Run(facts, key, config, device, 1)
+def _run(facts: Facts, key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit | None = None) -> _Run:
+    alone = _Run(facts, key, config, device, fit or FITS[device.arch], 1)
     share = math.ceil(alone.num_m_blocks * alone.batch_heads / device.units)
     return alone._replace(workgroups=max(1, min(facts.workgroups_per_unit, share)))
 
@@ -205,7 +124,7 @@ def _overlap(run: _Run) -> float:
     two programs an SM), so programs count there and not warps.
     """
     partners = run.workgroups if run.device.arch == "sm90" else round(run.waves_per_simd)
-    return OVERLAP[min(max(partners, 1), len(OVERLAP)) - 1]
+    return run.fit.overlap[min(max(partners, 1), 3) - 1]
 
 
 def _lds_slots(loop: Loop, run: _Run) -> float:
@@ -242,61 +161,21 @@ def _l2_slots(run: _Run) -> float:
 
 def _unit_slots(loop: Loop, run: _Run, exp_slots: float, overlap: float) -> float:
     """Slots in which every resident workgroup does one trip."""
-    slots = _trip(loop, run.device.arch, exp_slots).slots(overlap)
+    slots = _trip(loop, run.device.arch, exp_slots, run.fit).slots(overlap)
     exposed = max(0.0, run.rates.latency - (run.config.num_stages - 1) * slots)  # loads run num_stages - 1 trips ahead
-    return max(slots * max(run.waves_per_simd, 1), slots + exposed, _lds_slots(loop, run), _l2_slots(run))
-
-
-# --- the grid ----------------------------------------------------------------------------------------------------
-
-
-def trips(m: int, key: AttentionKey, config: AttentionConfig) -> tuple[int, int]:
-    """(unmasked, masked) loop trips of query block m, as the kernel walks them; a local window is taken as open."""
-    hi = full_hi = key.seqlen_k
-    if key.causal:
-        shift = key.seqlen_k - key.seqlen_q
-        hi = min(key.seqlen_k, max(0, min((m + 1) * config.BLOCK_M, key.seqlen_q) + shift))
-        full_hi = min(key.seqlen_k, max(0, m * config.BLOCK_M + shift + 1))
-    full = full_hi // config.BLOCK_N
-    return full, max(0, -(-(hi - full * config.BLOCK_N) // config.BLOCK_N))
-
-
-def programs_in_order(per_m: Sequence[float], batch_heads: int, config: AttentionConfig) -> list[float]:
-    """Costs of all programs in launch order, from the cost of each query block."""
-    order = list(reversed(per_m)) if config.longest_first else list(per_m)
-    width = config.head_group or batch_heads
-    widths = [min(width, batch_heads - first) for first in range(0, batch_heads, width)]
-    return [cost for heads in widths for cost in order for _ in range(heads)]
-
-
-def makespan(costs: Sequence[float], slots: int) -> float:
-    """Time until all are done when each starts, in order, on the slot that is free first."""
-    busy = list(costs[:slots])
-    heapq.heapify(busy)
-    for cost in costs[slots:]:
-        heapq.heapreplace(busy, busy[0] + cost)
-    return max(busy, default=0.0)
-
-
-def grid_time(per_m: Sequence[float], batch_heads: int, slots: int, config: AttentionConfig) -> float:
-    """makespan of the whole grid; of grids beyond GREEDY_PROGRAMS the mean load plus half of the last program."""
-    programs = len(per_m) * batch_heads
-    longest = max(per_m)
-    if longest == min(per_m):
-        return math.ceil(programs / slots) * longest
-    if programs <= GREEDY_PROGRAMS:
-        return makespan(programs_in_order(per_m, batch_heads, config), slots)
-    last = per_m[0] if config.longest_first else per_m[-1]
-    return max(longest, sum(per_m) * batch_heads / slots + last / 2)
+    slots += run.fit.drain if run.config.num_stages <= 2 else 0.0
+    alone = slots + max(exposed, run.fit.stall)
+    return max(slots * max(run.waves_per_simd, 1), alone, _lds_slots(loop, run), _l2_slots(run))
 
 
 # --- the prediction ----------------------------------------------------------------------------------------------
 
 
-def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device) -> float:
+def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
     """Time of the quantisers: bytes over bandwidth, and launches.
 
-    Scales wider than a block and the statistics of the smoothing steps need a pass over the data before.
+    Scales wider than a block and the statistics of the smoothing steps need a pass over the data before, the latter in
+    two kernels.
     """
     if config.recipe == "none":
         return 0.0
@@ -305,12 +184,13 @@ def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device) -> f
     k, v = (key.batch * key.seqlen_k * key.nheads_k * dim for dim in (key.head_dim, key.head_dim_v))
     converted = v if recipe.qk == "bf16" else q + k + v
     scanned = k * (recipe.k_mean or recipe.equalise) + q * (recipe.q_mean or recipe.equalise)
+    launches = 3 if scanned else 1
     if recipe.granularity in ("head", "tensor"):
-        scanned = converted
+        scanned, launches = converted, 2
     elif recipe.v_scaled_by in ("head", "channel"):
-        scanned += v
+        scanned, launches = scanned + v, launches + 1
     moved = 3 * converted + 2 * scanned  # bytes: 16 bits in and 8 out, and 16 in for statistics
-    return moved / (device.hbm_tb_s * 1e9 * QUANTISER_FRACTION) + (2 if scanned else 1) * LAUNCH_MS
+    return moved / (device.hbm_tb_s * 1e9 * fit.quantiser_fraction) + launches * fit.launch_ms
 
 
 def _costs(run: _Run, exp_slots: float, overlap: float) -> list[float]:
@@ -319,15 +199,15 @@ def _costs(run: _Run, exp_slots: float, overlap: float) -> list[float]:
     The loop without masks is the cheapest of the code's loops; those with masks hold more compares and selects.
     """
     each = [_unit_slots(loop, run, exp_slots, overlap) for loop in run.facts.loops]
-    overhead = run.rates.overhead * run.config.BLOCK_M * run.workgroups / 128
-    counts = (trips(m, run.key, run.config) for m in range(run.num_m_blocks))
+    overhead = run.fit.overhead * run.config.BLOCK_M * run.workgroups / 128
+    counts = all_trips(run.key, run.config.BLOCK_M, run.config.BLOCK_N)
     return [full * min(each) + masked * max(each) + overhead for full, masked in counts]
 
 
 def _bounds(run: _Run) -> dict[str, float]:
     """Slots of the whole grid, perfectly spread, if one resource alone did all trips without masks."""
-    loop = min(run.facts.loops, key=lambda loop: _trip(loop, run.device.arch, run.rates.exp[0]).none)
-    trip = _trip(loop, run.device.arch, run.rates.exp[0])
+    loop = min(run.facts.loops, key=lambda loop: _trip(loop, run.device.arch, run.fit.exp[0], run.fit).none)
+    trip = _trip(loop, run.device.arch, run.fit.exp[0], run.fit)
     waves = max(run.waves_per_simd, 1)
     each = {
         "matrix": trip.matrix * waves,
@@ -335,22 +215,27 @@ def _bounds(run: _Run) -> dict[str, float]:
         "lds": _lds_slots(loop, run),
         "l2": _l2_slots(run),
     }
-    total = sum(sum(trips(m, run.key, run.config)) for m in range(run.num_m_blocks)) * run.batch_heads
+    total = sum(map(sum, all_trips(run.key, run.config.BLOCK_M, run.config.BLOCK_N))) * run.batch_heads
     return {name: slots * total / run.slots for name, slots in each.items()}
 
 
 def _confidence(run: _Run, near_memory: bool) -> str:
-    """A: nothing known against the prediction; B: spills, or memory bounds are near; C: the model's ground is left."""
+    """C: code or shape on which the model was far off or is blind; B: limits that nothing timed came near; A: the rest.
+
+    On one H200 a tenth of the times was more than 14 % off with grade A, and more than 23 % where private memory is
+    used or one wave has a SIMD for itself.
+    """
     facts = run.facts
-    kinds = {kind for loop in facts.loops for kind in loop.mix}
-    slow = half_rate(facts, run.key, run.config)
-    empty_units = run.num_m_blocks * run.batch_heads < run.device.units
-    if slow or "scratch" in kinds or facts.waves_per_simd <= 1 or empty_units or run.key.window_class != "none":
+    private = facts.scratch_bytes or facts.scratch_in_loops
+    if half_rate(facts, run.key, run.config) or private or run.waves_per_simd <= 1 or run.key.window_class != "none":
         return "C"
-    return "B" if facts.spills or near_memory else "A"
+    empty_units = run.num_m_blocks * run.batch_heads < run.device.units
+    return "B" if facts.spills or near_memory or empty_units else "A"
 
 
-def predict(facts: Facts, key: AttentionKey, config: AttentionConfig, device: Device) -> Prediction:
+def predict(
+    facts: Facts, key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit | None = None
+) -> Prediction:
     """Time of one attention call, quantisers included, on an otherwise idle device.
 
     Raises ValueError when the code has no loop with matrix instructions or was built for another architecture.
@@ -359,21 +244,28 @@ def predict(facts: Facts, key: AttentionKey, config: AttentionConfig, device: De
         raise ValueError(
             f"facts of {facts.arch} with {len(facts.loops)} matrix loops cannot be priced for {device.sku}"
         )
-    run = _run(facts, key, config, device)
-    overlap = _overlap(run)
-    costs = _costs(run, run.rates.exp[0], overlap)
-    low = _costs(run, run.rates.exp[0], min(1.0, overlap + OVERLAP_SPREAD))
-    high = _costs(run, run.rates.exp[1], max(0.0, overlap - OVERLAP_SPREAD))
-    ms_per_slot = run.rates.clocks / (device.clock_ghz * device.clock_fraction * 1e6)
-    grid_ms = grid_time(costs, run.batch_heads, run.slots, config) * ms_per_slot
-    fixed_ms = LAUNCH_MS + quantise_ms(key, config, device)
-    bounds = {name: slots * ms_per_slot for name, slots in _bounds(run).items()}
-    bounds["spread"] = sum(costs) * run.batch_heads / run.slots * ms_per_slot
+    run = _run(facts, key, config, device, fit)
+    overlap, spread = _overlap(run), run.fit.spread
+    costs = _costs(run, run.fit.exp[0], overlap)
+    low = _costs(run, run.fit.exp[0], min(1.0, overlap + spread))
+    high = _costs(run, run.fit.exp[1], overlap - spread)
+    grid_ms = grid_time(costs, run.batch_heads, run.slots, config) * run.ms_per_slot
+    fixed_ms = run.fit.launch_ms + quantise_ms(key, config, device, run.fit)
+    bounds = {name: slots * run.ms_per_slot for name, slots in _bounds(run).items()}
+    bounds["spread"] = sum(costs) * run.batch_heads / run.slots * run.ms_per_slot
     bounds["fixed"] = fixed_ms
     return Prediction(
         grid_ms + fixed_ms,
-        grid_ms * sum(low) / sum(costs) + fixed_ms,
-        grid_ms * sum(high) / sum(costs) + fixed_ms,
+        (grid_ms * sum(low) / sum(costs) + fixed_ms) * (1 - run.fit.error),
+        (grid_ms * sum(high) / sum(costs) + fixed_ms) * (1 + run.fit.error),
         _confidence(run, max(bounds["lds"], bounds["l2"]) > 0.85 * bounds["spread"]),
         bounds,
     )
+
+
+def nominal_ms(facts: Facts, key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
+    """predict(...).ms alone, in a third of the time; what fitting.py minimises the error of."""
+    run = _run(facts, key, config, device, fit)
+    costs = _costs(run, run.fit.exp[0], _overlap(run))
+    grid_ms = grid_time(costs, run.batch_heads, run.slots, config) * run.ms_per_slot
+    return grid_ms + fit.launch_ms + quantise_ms(key, config, device, fit)

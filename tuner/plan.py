@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zyfa.config import AttentionKey, Cell, cell_of
+from zyfa.config import AttentionKey, Cell, cell_of, octave_of
 
 from .lengths import MAX_LENGTH
 
@@ -56,7 +56,7 @@ def grid(
         for mask in causal
         for seqlen in seq_lens
     )
-    return [PlannedCell(cell, key_of(cell), 1.0) for cell in dict.fromkeys(cell_of(key) for key in keys)]
+    return [PlannedCell(cell, key_of(cell), 1.0) for cell in dict.fromkeys(octave_of(cell_of(key)) for key in keys)]
 
 
 def from_workload(path: Path, dtypes: Sequence[str]) -> list[PlannedCell]:
@@ -66,7 +66,7 @@ def from_workload(path: Path, dtypes: Sequence[str]) -> list[PlannedCell]:
     """
     work: dict[Cell, float] = {}
     for key, count in _calls(path, path.read_text(encoding="utf-8").splitlines(), dtypes):
-        cell = cell_of(key)
+        cell = octave_of(cell_of(key))
         work[cell] = work.get(cell, 0.0) + count * flops(key)
     total = sum(work.values())
     if not total:

@@ -43,8 +43,8 @@ def failures(outcomes: Counter[str]) -> str:
 class Progress:
     """Common part: counts trials and estimates the time that is left. Used as a context manager."""
 
-    def __init__(self, runs: Callable[[], Sequence[CellRun]], trials_per_cell: int):
-        self._runs, self._per_cell = runs, trials_per_cell
+    def __init__(self, runs: Callable[[], Sequence[CellRun]], trials_per_cell: int, patience: int):
+        self._runs, self._per_cell, self._patience = runs, trials_per_cell, patience
         self._begun = time.monotonic()
         self._trials = 0
 
@@ -87,8 +87,8 @@ class Progress:
 class PlainProgress(Progress):
     """A line when a cell ends, and one in between when nothing was said for a while."""
 
-    def __init__(self, console: Console, runs: Callable[[], Sequence[CellRun]], trials_per_cell: int):
-        super().__init__(runs, trials_per_cell)
+    def __init__(self, console: Console, runs: Callable[[], Sequence[CellRun]], trials_per_cell: int, patience: int):
+        super().__init__(runs, trials_per_cell, patience)
         self._console, self._last = console, time.monotonic()
 
     def state(self, run: CellRun) -> None:
@@ -98,6 +98,19 @@ class PlainProgress(Progress):
     def tick(self) -> None:
         if time.monotonic() - self._last >= LINE_EVERY_S:
             self._say(self.summary())
+            for run in self._runs():
+                if run.state == "searching":
+                    self._say(f"  {cell_name(run.key)}: {self._standing(run)}")
+
+    def _standing(self, run: CellRun) -> str:
+        """Like `12 trials, best 0.934 ms, regret about 2.1 %, at most 20s`."""
+        parts = [f"{len(run.study.times)} trials"]
+        if run.best_ms:
+            parts.append(f"best {run.best_ms:.4g} ms")
+        if regret := _regret(run):
+            parts.append(f"regret about {regret}")
+        left = run.seconds_left(self._per_cell, self._patience, time.monotonic())
+        return ", ".join(parts + ([f"at most {duration(left)}"] if left is not None else []))
 
     def _say(self, line: str) -> None:
         self._console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
@@ -107,8 +120,8 @@ class PlainProgress(Progress):
 class LiveProgress(Progress):
     """A table of the cells in work that is redrawn in place."""
 
-    def __init__(self, console: Console, runs: Callable[[], Sequence[CellRun]], trials_per_cell: int):
-        super().__init__(runs, trials_per_cell)
+    def __init__(self, console: Console, runs: Callable[[], Sequence[CellRun]], trials_per_cell: int, patience: int):
+        super().__init__(runs, trials_per_cell, patience)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
 
     def __enter__(self):
@@ -120,25 +133,43 @@ class LiveProgress(Progress):
 
     def _render(self) -> Table:
         table = Table(
-            "cell", "state", "trials", "best ms", "vs default", "failures", title=self.summary(), title_style=""
+            "cell",
+            "state",
+            "trials",
+            "best ms",
+            "vs default",
+            "regret",
+            "left",
+            "failures",
+            title=self.summary(),
+            title_style="",
         )
         order = {"comparing": 0, "searching": 0, "waiting": 1}
         runs = sorted(self._runs(), key=lambda run: order.get(run.state, 2))
         for run in runs[:SHOWN_ROWS]:
-            table.add_row(*_live_row(run))
+            left = run.seconds_left(self._per_cell, self._patience, time.monotonic())
+            table.add_row(*_live_row(run, left))
         if len(runs) > SHOWN_ROWS:
             table.caption = f"and {len(runs) - SHOWN_ROWS} more cells"
         return table
 
 
-def _live_row(run: CellRun) -> tuple[Text, ...]:
+def _regret(run: CellRun) -> str:
+    """By how much the best so far is expected to miss the best of all configs; empty where no model says."""
+    regret = run.study.expected_regret() if run.state == "searching" else None
+    return "" if regret is None else f"{100 * regret:.1f} %"
+
+
+def _live_row(run: CellRun, left: float | None) -> tuple[Text, ...]:
     best_ms, trials, speedup = run.best_ms, "", ""
     if run.state != "waiting":
         trials = str(len(run.study.times))
         default_ms = run.default_ms or run.study.times.get(run.default)
         speedup = f"{default_ms / best_ms:.2f}x" if default_ms and best_ms else ""
     best = f"{best_ms:.4g}" if best_ms else ""
-    return tuple(map(Text, (cell_name(run.key), run.state, trials, best, speedup, failures(run.outcomes))))
+    until = duration(left) if left is not None else ""
+    texts = cell_name(run.key), run.state, trials, best, speedup, _regret(run), until, failures(run.outcomes)
+    return tuple(map(Text, texts))
 
 
 def _outcome(run: CellRun) -> str:

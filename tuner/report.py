@@ -37,6 +37,9 @@ def row_of(run: CellRun, trust: str) -> dict:
         "config": config.to_dict() if config else None,
         "trust": trust if config else None,
         "confidence": run.confidence or None,
+        "ties": run.ties,
+        "incumbent": run.incumbent.to_dict() if run.incumbent else None,
+        "gain_pct": run.gain,
         "outcomes": dict(run.outcomes),
         "reasons": dict(run.reasons),
     }
@@ -61,6 +64,17 @@ def why_none(row: dict) -> str:
     if row["outcomes"].get("ok"):
         return counts
     return f"no valid config ({counts or 'no trial ended'}{': ' + reasons if reasons else ''})"
+
+
+def moved(row: dict) -> str:
+    """What a recheck found of one cell."""
+    if row["gain_pct"] is None or row["incumbent"] is None:
+        return f"{row['name']}: {'known with this toolchain already' if row['known_before'] else 'nothing to compare'}"
+    gain, low, high = row["gain_pct"]
+    if row["incumbent"] == row["config"]:
+        return f"{row['name']}: the winner stays"
+    old, new = (" ".join(f"{k}={v}" for k, v in row[name].items()) for name in ("incumbent", "config"))
+    return plain(f"{row['name']}: moved, {gain:.1f} % faster ({low:.1f} to {high:.1f}): {old} -> {new}")
 
 
 def print_table(console: Console, rows: Sequence[dict]) -> None:

@@ -1,7 +1,6 @@
 """One run of zyfa-tune from options to exit code: which GPU, which tools, signals, and what is said at the end."""
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -19,51 +18,24 @@ from zyfa.tuning_db.store import Store
 from . import model, space
 from .axis import RecipeAxis, recipe_axis
 from .cells import CellRun, Setup, Tools
+from .claims import claim_of
 from .cli import Options
 from .compile import CompileFarm
 from .coordinator import Coordinator
 from .effort import EFFORTS
 from .gate import gate
+from .modes import Run, audit, record, split_cells
 from .progress import LiveProgress, PlainProgress, duration
-from .report import print_table, row_of, to_json, why_none, write_html
+from .report import moved, print_table, row_of, to_json, why_none, write_html
+from .stop import Stop
 from .study import Space
+from .warm import lent_rows
 from .worker import WorkerError, WorkerPool
 
 NO_GPU_TARGET = "mi355x"
 FRONT_TILES = 3  # tiles that every recipe of a front is tried with, for TPE follows the fast recipes only
 FINAL_S = 1.0  # of a cell's comparison at the end of a budget
-SAME_SIGNAL_S = 0.5  # `timeout` sends its signal twice, to the process and to its group
 DONE, FAILED, HOLES = 0, 1, 3
-
-
-class Stop:
-    """Remembers the first SIGINT or SIGTERM; a later one ends the process at once."""
-
-    def __init__(self):
-        self.signum = 0
-        self._at = 0.0
-        self.at_once = lambda: None
-
-    def __enter__(self) -> "Stop":
-        self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc) -> None:
-        if self.signum:
-            return  # the process is about to end, and a late signal must not print a traceback
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _handle(self, signum: int, frame) -> None:
-        now = time.monotonic()
-        if not self.signum:
-            self.signum, self._at = signum, now
-        elif now - self._at > SAME_SIGNAL_S:
-            self.at_once()
-            os._exit(128 + signum)
-
-    def requested(self) -> bool:
-        return self.signum != 0
 
 
 def run(options: Options) -> int:
@@ -72,7 +44,17 @@ def run(options: Options) -> int:
     with Stop() as stop:
         try:
             device, method, gpus = resolve(options)
+            if method != "measure" and (needs := needs_gpu(options)):
+                raise click.UsageError(f"{needs} measures, and needs a GPU that torch can use")
+            if options.first_hour:
+                if not gpus:
+                    raise click.UsageError("--first-hour needs a GPU that torch can use")
+                from .first_hour_run import run as first_hour
+
+                return first_hour(options, device, gpus, console, stop)
             _say(console, _intro(options, device, method, gpus))
+            if method == "predict":
+                _say(console, f"zyfa-tune: {claim_of(device.arch)}")
             return _tune(options, device, method, gpus, console, stop)
         except (ZyfaError, WorkerError, OSError) as error:
             click.echo(f"zyfa-tune: {error}", err=True)
@@ -99,6 +81,12 @@ def resolve(options: Options) -> tuple[Device, str, tuple[int, ...]]:
     if method == "predict" and device.sku not in model.DEVICES:
         raise click.UsageError(f"--method predict knows {', '.join(model.DEVICES)}, not {device.sku}")
     return device, method, _gpus(options, device, count) if method == "measure" else ()
+
+
+def needs_gpu(options: Options) -> str | None:
+    """The option that asks for measurements, if one does."""
+    asked = {"--exhaustive": options.exhaustive is not None, "--audit": options.audit is not None}
+    return next((name for name, given in (asked | {"--recheck": options.recheck}).items() if given), None)
 
 
 def _gpus(options: Options, device: Device, count: int) -> tuple[int, ...]:
@@ -130,23 +118,40 @@ def _tune(options: Options, device: Device, method: str, gpus, console: Console,
     reserve = FINAL_S * len(options.cells) if method == "measure" else 0.0
     setup = Setup(
         method, _toolchain(method), EFFORTS[options.effort], 2 * farm.processes, options.max_error.ratio, options.seed,
-        fresh=not options.resume or outdated,
+        sampler=options.sampler, fresh=not options.resume or outdated, recheck=options.recheck,
         deadline=begun + max(options.budget_s - reserve, options.budget_s / 2) if options.budget_s else float("inf"),
         admits=axis.admits, fronted=axis.fronted,
     )  # fmt: skip
+    run = Run(options, device, setup, _tools(device, method, farm, axis), store, path, pool, console, stop, begun)
     try:
-        progress_type = LiveProgress if console.is_terminal else PlainProgress
-        progress = progress_type(console, lambda: coordinator.runs, setup.effort.trials)
-        tools = _tools(device, method, farm, axis)
-        coordinator = Coordinator(options.cells, setup, tools, store, progress, stop.requested, pool)
-        with progress:
-            runs = coordinator.run()
-        _say(console, progress.summary())
-        return _finish(options, device, setup, runs, store, path, console, stop, time.monotonic() - begun)
+        if options.exhaustive is not None:
+            return record(run)
+        if options.audit is not None:
+            return audit(run)
+        return _search(run)
     finally:
         for part in (pool, farm, store):
             if part is not None:
                 part.close()
+
+
+def _search(run: Run) -> int:
+    """Tunes the cells, then the halves of those that do not keep their promise."""
+    cells = _searched(run, run.options.cells)
+    if run.options.split and run.setup.method == "measure" and not run.setup.recheck:
+        halves, better = split_cells(run, cells)
+        cells += _searched(run, halves, better) if halves and not run.stop.requested() else []
+    return _finish(run, cells)
+
+
+def _searched(run: Run, cells, hints=None) -> list[CellRun]:
+    progress_type = LiveProgress if run.console.is_terminal else PlainProgress
+    progress = progress_type(run.console, lambda: coordinator.runs, run.setup.effort.trials, run.setup.patience)
+    coordinator = Coordinator(cells, run.setup, run.tools, run.store, progress, run.stop.requested, run.pool, hints)
+    with progress:
+        found = coordinator.run()
+    _say(run.console, progress.summary())
+    return found
 
 
 def _open(path: Path, device: Device, method: str) -> tuple[Store | None, bool]:
@@ -196,6 +201,7 @@ def _tools(device: Device, method: str, farm: LazyFarm, axis: RecipeAxis) -> Too
     arch, priced = device.arch, model.DEVICES.get(device.sku)
     return Tools(
         space=lambda key: Space(
+            key,
             lambda trial: space.suggest(trial, key, arch, axis.searched(key)),
             lambda config: space.broken_rule(config, key, arch),
             lambda: space.candidates(key, arch, axis.searched(key)),
@@ -204,6 +210,7 @@ def _tools(device: Device, method: str, farm: LazyFarm, axis: RecipeAxis) -> Too
         compile=farm.submit,
         gate=lambda facts, key, config: gate(facts, key, config, arch),
         predict=None if method == "compile" or not priced else lambda f, k, c: model.predict(f, k, c, priced),
+        lent=lambda: lent_rows(device.sku_key, arch, device.vendor),
     )
 
 
@@ -213,21 +220,24 @@ def _toolchain(method: str) -> Toolchain:
     return Toolchain(*here) if method == "measure" else Toolchain(here.kernel_hash, here.triton_version, "", "")
 
 
-def _finish(options, device, setup: Setup, runs: list[CellRun], store, path, console, stop: Stop, seconds) -> int:
+def _finish(run: Run, cells: list[CellRun]) -> int:
     """Prints and writes the results; returns the exit code."""
-    rows = [row_of(run, setup.trust) for run in runs]
+    options, setup, seconds = run.options, run.setup, time.monotonic() - run.begun
+    rows = [row_of(cell, setup.trust) for cell in cells]
     head = {
-        "sku": device.sku_key, "method": setup.method, **setup.toolchain._asdict(), "seconds": round(seconds, 1),
-        "database": str(path) if store else None,
+        "sku": run.device.sku_key, "method": setup.method, **setup.toolchain._asdict(), "seconds": round(seconds, 1),
+        "database": str(run.path) if run.store else None,
     }  # fmt: skip
-    print_table(console, rows)
+    print_table(run.console, rows)
     if options.json:
         print(to_json(head, rows))
     if options.report:
         write_html(options.report, head, rows)
-    if options.out and store:
-        store.export(options.out / f"{device.db_name}.sqlite")
-    return _last_words(setup, runs, rows, path if store else None, console, stop, seconds)
+    if options.out and run.store:
+        run.store.export(options.out / f"{run.device.db_name}.sqlite")
+    for row in rows if setup.recheck else ():
+        _say(run.console, moved(row))
+    return _last_words(setup, cells, rows, run.path if run.store else None, run.console, run.stop, seconds)
 
 
 def _last_words(setup: Setup, runs, rows, path, console, stop: Stop, seconds: float) -> int:

@@ -7,12 +7,12 @@ differs from another config in nothing.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from zyfa.archs import ARCHS, Arch, default_config
 from zyfa.config import AttentionConfig, AttentionKey, octave
-from zyfa.limits import broken_limit, knows_sched_strategy
+from zyfa.limits import broken_limit, knows_gluon, knows_sched_strategy, lds_bytes
 from zyfa.recipes import PRESETS, RECIPES
 
 if TYPE_CHECKING:
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 # says otherwise. On flat random inputs plain FP8 makes 4 to 6.2 % whatever is done to Q and K first, at every head
 # dim, so a lower bound would judge the inputs; recipes that lose real layers make 10 to 58 % there.
 MAX_RECIPE_ERROR = 0.07
-# V scales of a channel are left out: a pass more, and on the samples the same error to three digits.
+# Scales of rows, of MX groups and of V's heads and channels are left out: on the samples they err as those of blocks
+# do, to 0.2 %, and cost a product a score, a load a tile or a pass over V.
 FP8_RECIPES = (
     PRESETS["balanced"],
     *(
         r.name
         for r in RECIPES.values()
-        if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"] and r.v_granularity != "channel"
+        if r.worst_error <= MAX_RECIPE_ERROR and r.name != PRESETS["balanced"]
+        and r.granularity not in ("row", "mx") and not r.v_granularity
     ),
-)
+)  # fmt: skip
 
 _COMMON: dict[str, tuple] = {
     "BLOCK_N": (32, 64, 128),
@@ -65,8 +67,13 @@ SPACE: dict[str, dict[str, tuple]] = {
         "num_stages": (2, 3, 4),
         "maxnreg": (0, 128, 168),
         "tensor_descriptors": (False, True),
+        "variant": ("triton", "gluon"),
+        "ping_pong": (False, True),
     },
 }
+# Fields that the gluon variant fixes (zyfa.limits); without them its part of the product is small.
+GLUON = {"maxnreg": (0,), "tensor_descriptors": (False,), "longest_first": (True,), "variant": ("gluon",)}
+PLAIN = {"variant": ("triton",), "ping_pong": (False,)}
 
 
 class Rule(NamedTuple):
@@ -106,6 +113,8 @@ def _register_budget(config: AttentionConfig, arch: Arch) -> float:
 
 
 def _fits_registers(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    if config.variant == "gluon":
+        return True  # compiled without spills wherever its limits hold
     sums = 2 if arch.short_fp8_sum and key.dtype == "fp8" else 1  # the long sum and the tile's
     columns = config.BLOCK_N + sums * octave(key.head_dim_v)
     return config.BLOCK_M * columns / (config.num_warps * arch.warp_size) <= _register_budget(config, arch)
@@ -116,8 +125,17 @@ def _owns_its_rows(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bo
 
     On Hopper two warp groups may split a head wider than 128: one alone spills its accumulators.
     """
+    if config.variant == "gluon":
+        return True  # by its limits
     rows = 8 if arch.vendor == "nvidia" and key.head_dim_v > 128 else _mfma_rows(config, arch)
     return rows * config.num_warps <= config.BLOCK_M
+
+
+def _halves_shared_memory(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    """One consumer leaves half of the threads idle unless two programs share a multiprocessor."""
+    if config.variant != "gluon" or config.num_warps > 4:
+        return True
+    return 2 * (lds_bytes(config, key, arch.name) + 2048) <= arch.lds_bytes
 
 
 RULES = (
@@ -138,6 +156,12 @@ RULES = (
     Rule("async_copy has no effect with one stage", lambda c, k, a: c.num_stages > 1 or c.async_copy == -1),
     # A workgroup of 8 waves puts two on each SIMD, which caps registers at 256 like waves_per_eu=2.
     Rule("waves_per_eu has no effect with 8 waves", lambda c, k, a: c.num_warps < 8 or c.waves_per_eu == 0),
+    Rule("two gluon programs of one consumer share a multiprocessor", _halves_shared_memory),
+    # Programs take query blocks in turns; only longest first over all heads gives them equal work under a mask.
+    Rule(
+        "gluon walks all heads together under a causal mask",
+        lambda c, k, a: c.variant != "gluon" or not k.causal or (c.head_group == 0 and c.longest_first),
+    ),
     Rule("sched_strategy is tried without a register cap", lambda c, k, a: not c.sched_strategy or c.waves_per_eu == 0),
 )
 
@@ -161,6 +185,8 @@ def domains(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES
         space["sched_strategy"] = newer
     if arch == "gfx950":
         space["async_copy"] = (-1, 0) if knows_sched_strategy() else (-1, 1)
+    if "variant" in space and not knows_gluon():
+        del space["variant"], space["ping_pong"]
     if not key.causal:
         del space["longest_first"]
     if key.dtype == "fp8":
@@ -172,10 +198,17 @@ def domains(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES
 def candidates(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> tuple[AttentionConfig, ...]:
     """Every legal config for key on arch with these FP8 recipes, in an order that depends on nothing else."""
     space = domains(key, arch, recipes)
-    product = (
-        AttentionConfig(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values())
-    )
-    return tuple(config for config in product if broken_rule(config, key, arch) is None)
+    parts = [space]
+    if "variant" in space:
+        parts = [space | PLAIN, space | {name: values for name, values in GLUON.items() if name in space}]
+    return tuple(
+        config for part in parts for config in _product(part) if broken_rule(config, key, arch) is None
+    )  # fmt: skip
+
+
+def _product(space: dict[str, tuple]) -> Iterator[AttentionConfig]:
+    for values in itertools.product(*space.values()):
+        yield AttentionConfig(**dict(zip(space, values, strict=True)))
 
 
 def suggest(
@@ -242,6 +275,18 @@ SEEDS = (
     Seed(
         "two warp groups share K and V, as in FlashAttention-3", "sm90", _ALL, _BOTH,
         {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "tensor_descriptors": True},
+    ),
+    Seed(
+        "best on one H200 from 1k to 8k, D64 and D128, BF16 and causal FP8", "sm90", _ALL, _BOTH,
+        {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "variant": "gluon", "ping_pong": True},
+    ),
+    Seed(
+        "best on one H200 at 8k, D128, FP8, full: two programs a multiprocessor", "sm90", ("fp8",), _BOTH,
+        {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "variant": "gluon"},
+    ),
+    Seed(
+        "best on one H200 at 4k, D256", "sm90", _16_BIT, _BOTH,
+        {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "variant": "gluon", "ping_pong": True},
     ),
 )  # fmt: skip
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SLOW_RATIO = 1.5  # a candidate that is this much slower than the best after the first rounds is given up
-FIRST_ROUNDS = 3
+# (rounds, ratio): a candidate whose fastest round is so much slower than the best is given up after so many.
+GIVE_UP = ((3, 1.5), (5, 1.15))
 HOPELESS_RATIO = 4.0  # no cold clock explains this much: given up within the heat-up
 ENOUGH = 0.005  # half width of the interval, relative to the median, at which more rounds tell nothing
-MIN_GAIN = 0.005  # a candidate must beat the incumbent by this much in the paired rounds
+MIN_GAIN = 0.005  # a candidate must beat the default config by this much in the paired rounds
+STORED_GAIN = 0.01  # and a stored winner by this: a row that changes at every run is no use to anyone
 CONFIDENCE_Z = 1.96  # 95 %
 
 
@@ -87,8 +88,8 @@ def _heat(sample: Callable[[], float], calls: int, heat_ms: float, best_ms: floa
 
 
 def _hopeless(samples: Sequence[float], best_ms: float | None) -> bool:
-    """Even its fastest round is SLOW_RATIO slower; one slow round (a clock change, a neighbour) decides nothing."""
-    return best_ms is not None and len(samples) >= FIRST_ROUNDS and min(samples) > SLOW_RATIO * best_ms
+    """Even its fastest round is too slow; one slow round (a clock change, a neighbour) decides nothing."""
+    return best_ms is not None and any(n <= len(samples) and min(samples) > r * best_ms for n, r in GIVE_UP)
 
 
 def paired(samplers: Sequence[Callable[[], float]], rounds: int) -> list[Timing]:
@@ -105,18 +106,37 @@ def paired(samplers: Sequence[Callable[[], float]], rounds: int) -> list[Timing]
     return [summarise(s) for s in samples]
 
 
-def winner_of(timings: Sequence[Timing], incumbent: int = 0) -> int:
-    """Index of the candidate whose rounds beat the incumbent's by the best median ratio.
+class Verdict(NamedTuple):
+    """What a comparison found: index of the winner, of those that cannot be told from it, and its gain in percent
+    over the incumbent, with the 95 % interval.
+    """
 
-    The incumbent stays unless the gain is MIN_GAIN or more: a tie is no reason to change.
+    winner: int
+    ties: tuple[int, ...]
+    gain: float
+    gain_lo: float
+    gain_hi: float
+
+
+def decide(timings: Sequence[Timing], incumbent: int = 0, min_gain: float = MIN_GAIN) -> Verdict:
+    """The Verdict on candidates that were timed in pairs.
+
+    The incumbent stays unless a candidate's rounds are faster by min_gain in the median and by anything at all with
+    95 % confidence. A tie with the winner: the interval of the ratio of their rounds holds 1.
     """
     ratios = [_ratio(timing, timings[incumbent]) for timing in timings]
-    best = min(range(len(ratios)), key=ratios.__getitem__)
-    return best if ratios[best] <= 1 - MIN_GAIN else incumbent
+    better = [i for i, (mid, _, high) in enumerate(ratios) if mid <= 1 - min_gain and high < 1]
+    winner = min(better, key=lambda i: ratios[i][0], default=incumbent)
+    against = [_ratio(timing, timings[winner]) for timing in timings]
+    ties = tuple(i for i, (_, low, high) in enumerate(against) if i != winner and low <= 1 <= high)
+    mid, low, high = ratios[winner]
+    return Verdict(winner, ties, 100 * (1 / mid - 1), 100 * (1 / high - 1), 100 * (1 / low - 1))
 
 
-def _ratio(timing: Timing, base: Timing) -> float:
-    return statistics.median(a / b for a, b in zip(timing.samples, base.samples, strict=True))
+def _ratio(timing: Timing, base: Timing) -> tuple[float, float, float]:
+    """Median of the ratios of rounds that belong together, and its 95 % interval."""
+    ratios = [a / b for a, b in zip(timing.samples, base.samples, strict=True)]
+    return statistics.median(ratios), *interval(ratios)
 
 
 class GraphSampler:

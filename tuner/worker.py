@@ -18,6 +18,7 @@ from .timing import Repeats, Timing
 
 START_LIMIT_S = 180.0  # importing torch and creating a context on a loaded machine
 MAX_BAD_STARTS = 2
+MAX_KILLS = 3
 
 
 class Job(NamedTuple):
@@ -31,7 +32,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The outcome of a trial, as it is stored; times in ms, None unless outcome is "ok"."""
+    """The outcome of a trial; times in ms, None unless outcome is "ok". sensors: clocks, power and temperature."""
 
     outcome: str
     ms: float | None = None
@@ -40,11 +41,18 @@ class Result(NamedTuple):
     samples: tuple[float, ...] = ()
     rel_err: float | None = None
     reason: str = ""
+    sensors: dict[str, float] = {}  # noqa: RUF012  # never changed
 
     def timing(self) -> Timing:
         """The times of an ok result."""
         assert self.ms is not None and self.ms_lo is not None and self.ms_hi is not None
         return Timing(self.ms, self.ms_lo, self.ms_hi, self.samples)
+
+    def stored(self) -> dict:
+        """The columns of a trial."""
+        columns = self._asdict()
+        del columns["sensors"]
+        return columns
 
 
 Evaluate = Callable[[Job], list[Result]]
@@ -69,7 +77,8 @@ def gpu_evaluator(gpu: int, arch: str) -> Evaluate:
 
 def _serve(conn, make: Callable[..., Evaluate], args: tuple) -> None:
     """Runs in the worker: answers each job with ("done", results), ("died", why) or ("bug", traceback)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the coordinator decides
+    for signum in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and `timeout` reach the whole process group; the
+        signal.signal(signum, signal.SIG_IGN)  # coordinator decides, and a trial is not to be taken for a crash
     try:
         evaluate = make(*args)
         conn.send(("ready", None))
@@ -97,8 +106,12 @@ class Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._closed = False
 
-    def run(self, job: Job, limit_s: float) -> list[Result]:
-        """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died."""
+    def run(self, job: Job, limit_s: float, killed_before: int = 0) -> list[Result]:
+        """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died.
+
+        Who is killed by SIGKILL did not crash: a person or the system wanted memory back. The job is run again, at most
+        MAX_KILLS times.
+        """
         self._ensure_started()
         try:
             self._conn.send(job)
@@ -107,8 +120,18 @@ class Worker:
                 return self._all(job, "timed_out", f"no answer within {limit_s:g} s")
             return self._received()
         except (_Died, EOFError, OSError) as error:
+            told = str(error) if isinstance(error, _Died) else ""
+            killed = not told and self._exit_code() == -signal.SIGKILL
             self.kill()
-            return self._all(job, "crashed", str(error) if isinstance(error, _Died) else self._epitaph())
+            if killed and killed_before < MAX_KILLS and not self._closed:
+                return self.run(job, limit_s, killed_before + 1)
+            return self._all(job, "crashed", told or self._epitaph())
+
+    def _exit_code(self) -> int | None:
+        """Of a process whose pipe has closed."""
+        assert self._process is not None
+        self._process.join(5)
+        return self._process.exitcode
 
     def _all(self, job: Job, outcome: str, reason: str) -> list[Result]:
         if self._closed:

@@ -129,7 +129,7 @@ def verify(files: tuple[str, ...], recompile: bool) -> None:
         zyfa-db verify --recompile mine.sqlite
     """
     if recompile:  # the tuner's business, and in a process of its own: this package knows no compiler
-        sys.exit(subprocess.run([sys.executable, "-P", "-m", "zyfa.tuner.check_databases", *files]).returncode)
+        sys.exit(subprocess.run([sys.executable, "-P", "-m", "zyfa.tuner.check_databases", "--all", *files]).returncode)
     bad = 0
     for path in files:
         faults = findings(path)

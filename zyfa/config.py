@@ -35,8 +35,9 @@ class AttentionKey(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The keys that share one database row; lengths and batch x heads are upper ends of octaves.
+    """The keys that share one database row; batch x heads are upper ends of octaves, lengths of half octaves.
 
+    A row of the upper half serves the whole octave, unless the lower half (3/4 of its lengths) has a row of its own.
     The first six fields are the *class*: rows are never borrowed across them.
     """
 
@@ -56,12 +57,24 @@ def octave(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
+def half_octave(n: int) -> int:
+    """The smallest number that is at least n and a power of two or, from 3 on, three quarters of one."""
+    whole = 1 << (n - 1).bit_length() if n > 1 else 1  # octave(n), without the call
+    half = whole - (whole >> 2)
+    return half if n <= half else whole
+
+
+def octave_of(cell: Cell) -> Cell:
+    """The cell whose row serves this one where it has none: the same with lengths at the upper ends of octaves."""
+    return cell._replace(seqlen_q=octave(cell.seqlen_q), seqlen_k=octave(cell.seqlen_k))
+
+
 def cell_of(key: AttentionKey) -> Cell:
     """The cell that a key falls in."""
     dtype, head_dim, head_dim_v, nheads, nheads_k, batch, seqlen_q, seqlen_k, causal, window_class = key
     return Cell(
         dtype, head_dim, head_dim_v, nheads // nheads_k, causal, window_class,
-        octave(batch * nheads), octave(seqlen_q), octave(seqlen_k),
+        octave(batch * nheads), half_octave(seqlen_q), half_octave(seqlen_k),
     )  # fmt: skip
 
 
@@ -84,6 +97,8 @@ class AttentionConfig:
     # NVIDIA
     maxnreg: int = 0  # register cap per thread; 0 = none
     tensor_descriptors: bool = False  # K and V tiles through the TMA unit instead of pointers
+    variant: str = "triton"  # the kernel: attn_fwd ("triton") or attn_gluon ("gluon", Hopper)
+    ping_pong: bool = False  # gluon: the two consumers take turns at the tensor cores
 
     def to_dict(self) -> dict:
         """The fields that differ from their defaults, and always the four that have none."""

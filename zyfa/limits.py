@@ -4,16 +4,20 @@ Whether a config is worth trying is another question (zyfa.tuner.space). Nothing
 LDS estimate is a lower bound that was compared with 300 compiled kernels (tests/test_limits.py keeps some of them).
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 from .archs import ARCHS, Arch
 from .config import AttentionConfig, AttentionKey, octave
-from .recipes import QUANT_ROWS, RECIPES
+from .recipes import QUANT_ROWS, RECIPES, Recipe
 
 SCHED_STRATEGIES = ("", "max-ilp", "max-memory-clause", "iterative-ilp", "iterative-minreg", "iterative-maxocc")
 AMD_DEFAULTS = {"waves_per_eu": 0, "matrix_instr_nonkdim": 0, "async_copy": -1, "sched_strategy": ""}
-NVIDIA_DEFAULTS = {"maxnreg": 0, "tensor_descriptors": False}
+NVIDIA_DEFAULTS = {
+    "maxnreg": 0, "tensor_descriptors": False, "variant": "triton", "ping_pong": False,
+}  # fmt: skip
+VARIANTS = ("triton", "gluon")
 
 
 def lds_bytes(config: AttentionConfig, key: AttentionKey, arch: str) -> int:
@@ -22,6 +26,8 @@ def lds_bytes(config: AttentionConfig, key: AttentionKey, arch: str) -> int:
     k_tile = config.BLOCK_N * max(16, octave(key.head_dim)) * qk_size
     v_tile = config.BLOCK_N * max(16, octave(key.head_dim_v)) * v_size
     q_tile = config.BLOCK_M * max(16, octave(key.head_dim)) * qk_size
+    if config.variant == "gluon":
+        return _gluon_bytes(config, key, k_tile, v_tile, q_tile)
     if ARCHS[arch].vendor == "nvidia":
         return _hopper_bytes(config, k_tile, v_tile, q_tile)
     tiles = _gfx_buffers(config, arch, v_size == 1) * (k_tile + v_tile)
@@ -36,6 +42,22 @@ def operand_bytes(config: AttentionConfig) -> tuple[int, int]:
     if config.recipe == "none":
         return 2, 2
     return (2 if RECIPES[config.recipe].qk == "bf16" else 1), 1
+
+
+def stages_output(num_warps: int, width_v: int) -> bool:
+    """Whether attn_gluon's output passes through shared memory: where it is there and pays.
+
+    With one consumer two programs share a multiprocessor's memory; rows of wide heads fill lines anyhow.
+    """
+    return num_warps > 4 and width_v <= 128
+
+
+def _gluon_bytes(config: AttentionConfig, key: AttentionKey, k_tile: int, v_tile: int, q_tile: int) -> int:
+    """Q, rings of K and V, fp32 sums of FP8 products that have left the matrix unit, output rows of 16 bits."""
+    width = octave(key.head_dim_v)
+    sums = config.BLOCK_M * width * 4 if config.recipe != "none" else 0
+    output = config.BLOCK_M * width * 2 if stages_output(config.num_warps, width) else 0
+    return q_tile + config.num_stages * (k_tile + v_tile) + sums + output
 
 
 def _hopper_bytes(config: AttentionConfig, k_tile: int, v_tile: int, q_tile: int) -> int:
@@ -90,6 +112,43 @@ def knows_sched_strategy() -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8)
 
 
+@functools.cache
+def knows_gluon() -> bool:
+    """Whether the installed Triton has what attn_gluon is written in."""
+    try:
+        from .kernels import attn_gluon  # noqa: F401 - the import is the question
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _gluon_scales(recipe: Recipe) -> bool:
+    """It multiplies scores by one number a tile, adds no biases of keys, and scales V by tiles or heads."""
+    return recipe.qk_scales in ("none", "head", "block") and not recipe.q_mean and recipe.v_scaled_by != "channel"
+
+
+def _gluon_runs(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    """What attn_gluon is written for: one or two consumers of 64 rows; scores and output must fit their registers.
+
+    FP8 takes heads up to 128 wide, whose sums leave room in shared memory.
+    """
+    if config.variant == "triton":
+        return not config.ping_pong
+    widths = octave(key.head_dim), octave(key.head_dim_v)
+    fp8 = config.recipe != "none"
+    return (
+        arch.name == "sm90"
+        and config.num_warps in (4, 8)
+        and config.num_warps * 16 == config.BLOCK_M
+        and not (config.ping_pong and config.num_warps == 4)
+        and config.maxnreg == 0
+        and not config.tensor_descriptors
+        and (not fp8 or _gluon_scales(RECIPES[config.recipe]))
+        and all(64 <= width <= (128 if fp8 else 256) for width in widths)
+        and config.BLOCK_N in ((64,) if widths[1] > 128 else (64, 128))
+    )
+
+
 LIMITS = (
     Limit("BLOCK_M is a power of two from 16 to 256", lambda c, k, a: _power_of_two(c.BLOCK_M, 16, 256)),
     # Keys of one tile share a scale, so a tile must not straddle two blocks of QUANT_ROWS.
@@ -108,6 +167,9 @@ LIMITS = (
     Limit("async_copy is -1, 0 or 1", lambda c, k, a: c.async_copy in (-1, 0, 1)),
     Limit("sched_strategy is known", lambda c, k, a: c.sched_strategy in SCHED_STRATEGIES),
     Limit("sched_strategy needs Triton 3.8", lambda c, k, a: not c.sched_strategy or knows_sched_strategy()),
+    Limit("variant is triton or gluon", lambda c, k, a: c.variant in VARIANTS),
+    Limit("the gluon variant runs this tile, recipe and head dim, and its options are its own", _gluon_runs),
+    Limit("this Triton has Gluon", lambda c, k, a: c.variant != "gluon" or knows_gluon()),
     Limit(
         "maxnreg is 0 or a multiple of 8 from 24 to 255",
         lambda c, k, a: c.maxnreg == 0 or (24 <= c.maxnreg <= 255 and c.maxnreg % 8 == 0),

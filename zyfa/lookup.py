@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zyfa.tuning_db import reader
 
 from .archs import ARCHS, default_config
-from .config import AttentionConfig, AttentionKey, Cell, cell_of
+from .config import AttentionConfig, AttentionKey, Cell, cell_of, octave_of
 from .device import Device
 from .errors import DatabaseError
 from .limits import broken_limit
@@ -30,6 +30,7 @@ from .toolchain import POLICIES, Running, grade, policy, rank, running
 # attention tables doubling both lengths keeps the winner for 41 % of the keys, so three such doublings (six octaves)
 # keep it for 7 %: from there on a borrowed row has no better claim than the default.
 NEAREST_OCTAVES = 6.0
+WHOLE = 1e-6
 
 STEPS = (("exact", "measured"), ("nearest", "measured"), ("exact", "predicted"), ("nearest", "predicted"))
 
@@ -100,9 +101,10 @@ def _of_recipe(key: AttentionKey, cell: Cell, device: Device, recipe: str) -> Ch
 def _with_recipe(config: AttentionConfig, key: AttentionKey, device: Device, recipe: str) -> AttentionConfig:
     """A tuned tile with another recipe than it was tuned with; where that does not fit, the default tile.
 
-    K tiles of 16 bits take one stage fewer than those of 8: 991 against 1351 us at 8k, causal, on an H200.
+    K tiles of 16 bits take one stage fewer than those of 8: 991 against 1351 us at 8k, causal, on an H200. The gluon
+    variant needs its two.
     """
-    wider = RECIPES[recipe].qk == "bf16" and RECIPES[config.recipe].qk != "bf16"
+    wider = config.variant == "triton" and RECIPES[recipe].qk == "bf16" and RECIPES[config.recipe].qk != "bf16"
     wanted = dataclasses.replace(config, recipe=recipe, num_stages=max(config.num_stages - wider, 1))
     if device.arch in ARCHS and broken_limit(wanted, key, device.arch):
         wanted = dataclasses.replace(default_config(device.arch, key), recipe=recipe)
@@ -239,7 +241,12 @@ def _fitting(candidates, step: str, key: AttentionKey, device: Device, misses: l
 
 
 def _distance(cell: Cell, other: Cell) -> float | None:
-    """Octaves between two cells; None if they differ in dtype, head dims or mask, across which no row is borrowed."""
+    """Octaves between two cells; None if they differ in dtype, head dims or mask, across which no row is borrowed.
+
+    WHOLE for the row of an octave to its lower half, which it serves where that has none of its own.
+    """
+    if cell != other == octave_of(cell):
+        return WHOLE
     if (cell[:3], cell.causal, cell.window_class) != (other[:3], other.causal, other.window_class):
         return None
     return sum(
@@ -251,8 +258,8 @@ def _distance(cell: Cell, other: Cell) -> float | None:
 def _ranked(candidates: list[_Candidate], match: str) -> list[_Candidate]:
     """The candidates of a step, best first; equal ones stay in the order of databases, then newest first."""
     if match == "exact":
-        return sorted((c for c in candidates if c.distance == 0), key=lambda c: c.rank)
-    near = (c for c in candidates if 0 < c.distance <= NEAREST_OCTAVES)
+        return sorted((c for c in candidates if c.distance <= WHOLE), key=lambda c: (c.rank, c.distance))
+    near = (c for c in candidates if WHOLE < c.distance <= NEAREST_OCTAVES)
     return sorted(near, key=lambda c: (c.rank, c.distance))
 
 

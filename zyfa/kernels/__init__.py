@@ -6,11 +6,8 @@ import io
 import tokenize
 from pathlib import Path
 
-_SOURCES = (
-    "attn_fwd.py",
-    "quantize.py",
-    "scales.py",
-)  # what is compiled; the host side does not change a kernel's time
+# What is compiled; the host side does not change a kernel's time.
+_SOURCES = ("attn_fwd.py", "attn_gluon.py", "gluon_ring.py", "quantize.py", "scales.py")
 _IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING}
 _LINE_STARTS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 

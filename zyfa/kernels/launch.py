@@ -1,12 +1,13 @@
 """From checked tensors and a config to launches: options, grids, the arguments of the attention kernel, and replays."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 import triton
 
-from ..archs import ARCHS, Arch
+from ..archs import ARCHS, Arch, default_config
 from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
@@ -75,9 +76,31 @@ def prepare_operands(
             shape = shape._replace(min_block_d=64)  # the scaled matrix instructions sum 64 products at least
         elif recipe.qk != "bf16" and arch.vendor == "nvidia":
             shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
-        run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift)
+        gluon = config.variant == "gluon"
+        run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon)
         ops = run.run(q, k, v, descales)
     return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape
+
+
+def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: float) -> AttentionConfig:
+    """The config, or the plain kernel's default where the Gluon kernel lacks what this call asks for.
+
+    What is no part of a key decides here: softcap, sink, packed sequences (TMA cannot zero the end of each), layouts
+    that TMA does not reach. inputs as in _start.
+    """
+    if config.variant != "gluon":
+        return config
+    q, k, v, _, _, sink, cu_seqlens_q, *_ = inputs
+    if softcap == 0.0 and sink is None and cu_seqlens_q is None:
+        from .hopper import reaches  # late: only Hopper needs Gluon
+
+        # quantised tensors are read from buffers of ours
+        read = (q, k, v) if config.recipe == "none" else (q, k) if RECIPES[config.recipe].qk == "bf16" else ()
+        if all(reaches(x) for x in read):
+            return config
+    dtype = "bf16" if config.recipe == "none" else "fp8"
+    key = AttentionKey(dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], 1, q.shape[-3], k.shape[-3], False)
+    return dataclasses.replace(default_config(arch, key), recipe=config.recipe)
 
 
 def attention_forward(
@@ -134,13 +157,17 @@ def _start(
     inputs: q, k, v, out, lse, sink, cu_seqlens_q, cu_seqlens_k and the three descales, None where absent.
     """
     q, k, v, out, lse, sink, cu_seqlens_q, cu_seqlens_k, *descales = inputs
-    facts = ARCHS[arch]
+    facts, config = ARCHS[arch], runnable(config, arch, inputs, softcap)
     scale = (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) * LOG2E
     ops, shape = prepare_operands(
         q, k, v, config=config, arch=facts, qk_scale=scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, descales=None if descales[0] is None else descales,
         row_shift=lse is not None or softcap > 0.0 or sink is not None, launcher=launcher,
     )  # fmt: skip
+    if config.variant == "gluon":
+        from .hopper import start
+
+        return start(launcher, ops, shape, config, out, lse, scale, window)
     num_m_blocks = -(-shape.seqlen_q // config.BLOCK_M)
     batch_heads = shape.batch * shape.nheads
     args = (

@@ -118,6 +118,7 @@ class Quantiser(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     qk_scale: float = 1.0  # softmax_scale * log2(e): corrections are written in the kernel's units
     row_shift: bool = False  # are the true logits of a row needed (lse, softcap, sink)?
+    v_interleaved: bool = False  # V's keys in the order of attn_gluon
 
     def _empty(self, *size: int, dtype=torch.float32, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
@@ -233,9 +234,9 @@ class Quantiser(NamedTuple):
             "QK": recipe.qk != "bf16",
             "QK_TOP": INT8_MAX if recipe.qk == "int8" else FP8_MAX[self.arch.fp8_format],
             "V_TOP": FP8_MAX[self.arch.fp8_format], "GRANULARITY": qk, "V_GRANULARITY": by,
-            "V_TRANSPOSED": self.arch.v_k_major, "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean,
-            "EQUALISE": recipe.equalise, "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
-            "CHUNKS": CHUNKS,
+            "V_TRANSPOSED": self.arch.v_k_major, "V_INTERLEAVED": self.v_interleaved,
+            "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
+            "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None, "CHUNKS": CHUNKS,
         }  # fmt: skip
         inputs = (self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
         lengths = (*sizes, shape.rows8_q, shape.rows8_k, shape.seqlen_q, shape.seqlen_k)

@@ -247,8 +247,8 @@ def quantize(
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr, QK: tl.constexpr,
     QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_GRANULARITY: tl.constexpr,
-    V_TRANSPOSED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr,
-    HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
+    V_TRANSPOSED: tl.constexpr, V_INTERLEAVED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr,
+    EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Q, K and V in eight bits: X8 (batch, heads, rows8, width), V8 with the last two swapped if V_TRANSPOSED.
 
@@ -269,7 +269,8 @@ def quantize(
         if block * QUANT_ROWS < len_k:
             first, last = extent(which, i, n_q, n_k, blocks_k, V_GRANULARITY)
             write(x, V8, v_descale, v_amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, True, V_TRANSPOSED, CHUNKS)  # fmt: skip
+                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, True, V_TRANSPOSED, V_INTERLEAVED,
+                  CHUNKS)  # fmt: skip
     elif QK:
         first, last = extent(which, i, n_q, n_k, tl.where(which == 0, blocks_q, blocks_k), GRANULARITY)
         if which == 0:
@@ -280,7 +281,7 @@ def quantize(
                               rows8_q, offs < len_q, Q_MEAN, EQUALISE, HADAMARD, ROW_SHIFT, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
                 write(x, Q8, q_descale, amax, first, last, b, h, nheads, out_block, rows8_q,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, CHUNKS)  # fmt: skip
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False, CHUNKS)  # fmt: skip
         else:
             x, out_block, _ = _rows(K, b, h, block, stride_kb, stride_kn, stride_kh, cu_seqlens_k, seqlen_k,
                                     VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
@@ -289,4 +290,4 @@ def quantize(
                               rows8_k, offs < len_k, K_MEAN, Q_MEAN, EQUALISE, HADAMARD, VARLEN, BLOCK_D,
                               QUANT_ROWS)  # fmt: skip
                 write(x, K8, k_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, CHUNKS)  # fmt: skip
+                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False, CHUNKS)  # fmt: skip

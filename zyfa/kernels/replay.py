@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .driver import Place, packed
 
@@ -63,7 +62,7 @@ class _Address:
         return self._address
 
 
-def _rebased(descriptor: TensorDescriptor, address: int) -> TensorDescriptor:
+def _rebased(descriptor, address: int):
     """The descriptor at another address; its constructor would check again what the recorded one has passed."""
     new = object.__new__(type(descriptor))
     new.__dict__.update(descriptor.__dict__, base=_Address(address))

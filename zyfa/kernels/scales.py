@@ -95,9 +95,13 @@ def _store_scale(
 def write(
     y, X8, descale, amax, amax_lo, amax_hi, b, h, heads, out_block, rows8,
     VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
-    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr, CHUNKS: tl.constexpr,
+    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Scale, round, clamp and store one block of one tensor, and its scales."""
+    """Scale, round, clamp and store one block of one tensor, and its scales.
+
+    INTERLEAVED: each 16 rows in the order in which lanes of attn_gluon hold columns of P: 8i + 2t + j at 4t + 2i + j.
+    """
     head = h if VARLEN else b * heads + h
     if GRANULARITY != "given":
         top = _amax(y, amax, amax_lo, amax_hi, b, h, heads, BLOCK_D, QUANT_ROWS, GRANULARITY, CHUNKS)
@@ -117,6 +121,10 @@ def write(
     offs_d = tl.arange(0, BLOCK_D)
     head8 = X8 + tl.cast(head, tl.int64) * BLOCK_D * rows8
     if TRANSPOSED:
-        tl.store(head8 + offs_d[:, None] * rows8 + offs_n[None, :], tl.trans(y))
+        y = tl.trans(y)
+        if INTERLEAVED:
+            y = tl.permute(tl.reshape(y, [BLOCK_D, QUANT_ROWS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+            y = tl.reshape(y, [BLOCK_D, QUANT_ROWS])
+        tl.store(head8 + offs_d[:, None] * rows8 + offs_n[None, :], y)
     else:
         tl.store(head8 + offs_n[:, None] * BLOCK_D + offs_d[None, :], y)

@@ -1,0 +1,108 @@
+"""The Gluon kernel compiled for sm_90a without a GPU: spills, serialised products, matrix units; and its host side."""
+
+import subprocess
+import tempfile
+
+import pytest
+import torch
+
+from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.kernels.launch import attention_forward, runnable
+from zyfa.limits import knows_gluon, lds_bytes
+from zyfa.recipes import PRESETS
+from zyfa.tuner.compile import _captured_stderr, _target
+
+pytestmark = pytest.mark.skipif(not knows_gluon(), reason="this Triton has no Gluon")
+
+# dtype of the key, recipe, head_dim, causal, tile, and the matrix units at work.
+BUILDS = [
+    ("bf16", "none", 128, True, (128, 128, 8), {"HGMMA.64x128x16.F32.BF16"}),
+    ("fp16", "none", 64, False, (128, 128, 8), {"HGMMA.64x128x16.F32", "HGMMA.64x64x16.F32"}),
+    ("bf16", "none", 256, True, (128, 64, 8), {"HGMMA.64x64x16.F32.BF16", "HGMMA.64x256x16.F32.BF16"}),
+    ("fp8", "block", 128, False, (128, 128, 8), {"QGMMA.64x128x32.F32.E4M3.E4M3"}),
+    ("fp8", PRESETS["balanced"], 64, True, (128, 128, 8), {"IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3.E4M3"}),
+]
+
+
+def call(dtype, head_dim, causal, config, seqlen=4096, **same):
+    """attention_forward on tensors without memory."""
+    dtype = torch.float16 if dtype == "fp16" else torch.bfloat16
+    q, k, v = (torch.empty((1, seqlen, n, head_dim), dtype=dtype, device="meta") for n in (32, 8, 8))
+    with _target("sm90"), _captured_stderr():
+        return attention_forward(q, k, v, config=config, arch="sm90", causal=causal, compile_only=True, **same)
+
+
+def ptxas_says(ptx: str) -> str:
+    """What ptxas tells about a kernel; it serialises WGMMA (C75xx) without failing, and Triton does not show that."""
+    import triton
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize(
+    "dtype, recipe, head_dim, causal, tile, units", BUILDS, ids=[f"{b[0]}-{b[1]}-{b[2]}" for b in BUILDS]
+)
+def test_no_spills_no_serialised_products_and_full_rate_units(dtype, recipe, head_dim, causal, tile, units):
+    config = AttentionConfig(*tile, 2, recipe=recipe, variant="gluon", ping_pong=True)
+    kernel = call(dtype, head_dim, causal, config)
+    told = ptxas_says(kernel.asm["ptx"])
+    assert "C75" not in told, told
+    from zyfa.tuner.facts import facts_of
+
+    facts = facts_of(kernel, "sm90")
+    assert facts.scratch_bytes <= (16 if head_dim == 256 else 0)  # once a query block, not in the loops over keys
+    over_keys = sorted(facts.loops, key=lambda loop: sum(loop.mix.values()))[:2]
+    assert all("scratch" not in loop.mix for loop in over_keys)
+    assert (facts.registers, facts.workgroups_per_unit) == (168, 1)  # 65,536 over twelve warps
+    assert {op for loop in facts.loops for op in loop.mix if "GMMA" in op} == units
+    key = AttentionKey("fp8" if recipe != "none" else dtype, head_dim, head_dim, 32, 8, 1, 4096, 4096, causal)
+    assert lds_bytes(config, key, "sm90") <= facts.lds_bytes <= lds_bytes(config, key, "sm90") + 512
+
+
+def config(recipe="none"):
+    return AttentionConfig(128, 128, 8, 2, recipe=recipe, variant="gluon")
+
+
+def inputs(q=None, sink=None, cu_seqlens=None):
+    x = torch.empty(1, 512, 8, 64, dtype=torch.bfloat16)
+    return (x if q is None else q, x, x, x, None, sink, cu_seqlens, cu_seqlens, None, None, None)
+
+
+def test_calls_that_it_covers_keep_the_gluon_config():
+    packed = torch.empty(512, 3 * 8 * 64, dtype=torch.bfloat16)[None, :, : 8 * 64].unflatten(-1, (8, 64))
+    for x in (None, packed, torch.empty(1, 8, 512, 64, dtype=torch.bfloat16).transpose(1, 2)):
+        assert runnable(config(), "sm90", inputs(x), 0.0) == config()
+
+
+@pytest.mark.parametrize(
+    "lacks, softcap",
+    [
+        (inputs(), 20.0),
+        (inputs(sink=torch.zeros(8)), 0.0),
+        (inputs(cu_seqlens=torch.tensor([0, 512], dtype=torch.int32)), 0.0),
+        (inputs(torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))), 0.0),
+        (inputs(torch.empty(1, 1, 8, 64, dtype=torch.bfloat16).expand(1, 512, 8, 64)), 0.0),
+    ],
+    ids=["softcap", "sink", "varlen", "unaligned", "stride 0"],
+)
+def test_calls_that_it_lacks_run_the_plain_kernel_with_the_same_recipe(lacks, softcap):
+    got = runnable(config(), "sm90", lacks, softcap)
+    assert (got.variant, got.recipe, got.ping_pong) == ("triton", "none", False)
+
+
+def test_quantised_calls_fall_back_for_features_but_not_for_layouts():
+    odd = torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))
+    fp8 = config(PRESETS["balanced"])
+    assert runnable(fp8, "sm90", inputs(odd), 0.0) == fp8  # the kernel reads the quantiser's buffers
+    assert runnable(config("bf16qk"), "sm90", inputs(odd), 0.0).variant == "triton"
+    got = runnable(fp8, "sm90", inputs(), 20.0)
+    assert (got.variant, got.recipe) == ("triton", PRESETS["balanced"])
+
+
+def test_the_plain_config_is_left_alone():
+    plain = AttentionConfig(64, 64, 4, 2)
+    assert runnable(plain, "sm90", inputs(sink=torch.zeros(8)), 20.0) is plain

@@ -1,0 +1,69 @@
+"""zyfa-tune's other modes from the command line to files and exit codes, on a pretended GPU."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from fake_landscape import BEST, DEFAULT, FakeFarm, make_tools
+from test_audit import NEAR, Lengths
+from test_coordinator import FakePool
+
+from zyfa.device import device_of_sku
+from zyfa.tuner import cli, session
+from zyfa.tuner.axis import RecipeAxis
+from zyfa.tuner.landscape import read_all
+from zyfa.tuning_db.reader import read
+
+GRID = ("--seq-lens", "512..1k", "--dtypes", "bf16", "--causal", "yes")
+
+
+@pytest.fixture
+def tune(monkeypatch, tmp_path):
+    """Runs zyfa-tune in this process as if there were a GPU; the database is tmp_path/db.sqlite."""
+
+    def call(*args, pool=FakePool, seeds=(DEFAULT, BEST, NEAR)):
+        made = pool(gpus=(0,))
+        made.close = lambda: None
+        monkeypatch.setattr(session, "resolve", lambda options: (device_of_sku("h200"), "measure", (0,)))
+        monkeypatch.setattr(session, "WorkerPool", lambda gpus, arch: made)
+        monkeypatch.setattr(session, "_axis", lambda *given: RecipeAxis((), {}, 1.0, False))
+        monkeypatch.setattr(session, "_tools", lambda *given: make_tools(FakeFarm(), seeds=seeds))
+        result = CliRunner().invoke(cli.main, [*GRID, *map(str, args), "--db", str(tmp_path / "db.sqlite")])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return call
+
+
+def test_exhaustive_writes_landscapes(tune, tmp_path):
+    result = tune("--exhaustive", "30", "--out", tmp_path / "land")
+    assert result.exit_code == 0 and "60 of 60 configs of 2 cells are recorded" in result.output
+    cells = read_all(tmp_path / "land")
+    assert [cell.key.seqlen_q for cell in cells] == [1024, 512] and all(len(cell.entries) == 30 for cell in cells)
+
+
+def test_audit_prints_the_worst_and_the_median(tune):
+    assert tune("--effort", "quick", "--no-split").exit_code == 0
+    result = tune("--audit", "8", "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and len(report["rows"]) == report["shapes"] == 8
+    assert report["worst"] >= report["median"] >= 0 and report["sku"] == "nvidia/sm90/h200/sm132"
+    assert f"regret worst {report['worst']:.2f} %, median {report['median']:.2f} % over 8 shapes" in result.stderr
+
+
+def test_a_search_splits_the_cells_that_lie(tune, tmp_path):
+    result = tune("--effort", "quick", pool=Lengths)
+    assert result.exit_code == 0 and result.output.count("lost in the lower half") == 2
+    lengths = {row.seqlen_q: row.config for row in read(tmp_path / "db.sqlite")}
+    assert lengths == {512: BEST, 384: NEAR, 1024: BEST, 768: NEAR}
+    result = tune("--effort", "quick", "--fresh", "--no-split", pool=Lengths)
+    assert "lower half" not in result.output
+
+
+def test_a_recheck_says_what_it_found(tune, monkeypatch):
+    tune("--effort", "quick", "--no-split")
+    old = session._toolchain
+    monkeypatch.setattr(session, "_toolchain", lambda method: old(method)._replace(triton_version="9.9"))
+    result = tune("--recheck")
+    assert result.exit_code == 0 and result.output.count("the winner stays") == 2

@@ -1,0 +1,44 @@
+"""Cells that promise too much: a winner is tuned at the upper end of an octave, and may lose at its lower half."""
+
+import random
+import statistics
+from collections.abc import Sequence
+
+from zyfa.config import AttentionKey
+
+from .audit import Finding
+from .plan import PlannedCell, key_of
+
+MAX_REGRET = 3.0  # percent, median over the probes, beyond which a cell is split
+PROBES = 3  # lengths of the lower half
+
+
+def probes(planned: PlannedCell, seed: int) -> list[AttentionKey]:
+    """Odd lengths spread over the lower half of a cell; where batch x heads allow it, one of them with fewer heads."""
+    key, draw = planned.key, random.Random(seed)
+    low, high = key.seqlen_q // 2 + 1, 3 * key.seqlen_q // 4
+    if low >= high:
+        return []
+    step = (high - low) / PROBES
+    keys = []
+    for i in range(PROBES):
+        seqlen = draw.randint(round(low + i * step), round(low + (i + 1) * step)) | 1
+        keys.append(key._replace(seqlen_q=seqlen, seqlen_k=seqlen + key.seqlen_k * 3 // 4 - high))
+    ratio = key.nheads // key.nheads_k
+    if key.nheads_k % 4 == 0:
+        fewer = 3 * key.nheads_k // 4
+        keys[-1] = keys[-1]._replace(nheads=fewer * ratio, nheads_k=fewer)
+    return keys
+
+
+def promise_broken(found: Sequence[Finding]) -> bool:
+    """Whether a cell's winner loses more than MAX_REGRET on its probes, or fails on one."""
+    failed = any(each.outcome != "ok" for each in found)
+    return failed or (bool(found) and statistics.median(each.regret for each in found) > MAX_REGRET)
+
+
+def half_of(planned: PlannedCell) -> PlannedCell:
+    """The lower half of a cell, as a cell of half the weight."""
+    cell = planned.cell
+    cell = cell._replace(seqlen_q=3 * cell.seqlen_q // 4, seqlen_k=3 * cell.seqlen_k // 4)
+    return PlannedCell(cell, key_of(cell), planned.weight / 2)
