@@ -9,8 +9,9 @@ BIN := .venv/bin
 
 .PHONY: setup test tune lint types wheel
 
+# Two at a time, the cores that this is held to; ARGS="-n 0" for one, as tests that time a GPU want it.
 test: setup
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Measures on this machine's GPU; without one, predicts for the MI355X.
 tune: setup
