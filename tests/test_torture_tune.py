@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "torture_tune.py"
 
 
-# Its forked runs can inherit a lock that nobody holds any more and then hang: no part of every test run until they do not.
+# Its forked runs can inherit a lock that nobody holds any more, and then hang: no part of every test run.
 @pytest.mark.skipif("ZYFA_TORTURE" not in os.environ, reason="set ZYFA_TORTURE=1 to kill tuning runs, for minutes")
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent by prctl")
 def test_killed_runs_lose_one_trial_of_a_gpu_at_most_and_end_with_the_same_winners():
