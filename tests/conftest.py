@@ -9,6 +9,9 @@ import pytest
 import torch
 from interpreter import Interpreter
 
+from zyfa import lookup
+from zyfa.tuning_db import reader
+
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
@@ -32,6 +35,23 @@ def user_data_home(monkeypatch, tmp_path_factory):
     for name in ("ZYFA_TUNING_DB", "ZYFA_LOG"):
         monkeypatch.delenv(name, raising=False)
     return path
+
+
+@pytest.fixture
+def nothing_shipped(monkeypatch, tmp_path):
+    """An empty directory in place of the shipped databases, and no memory of other tests."""
+    monkeypatch.setattr(reader, "DATA", tmp_path / "shipped")
+    lookup.reset()
+    yield
+    lookup.reset()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """CPU tensors are taken for those of an H200; see fake_gpu.py."""
+    from fake_gpu import FakeGpu
+
+    return FakeGpu(monkeypatch)
 
 
 @pytest.fixture(scope="session")

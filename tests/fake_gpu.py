@@ -5,10 +5,19 @@ import ctypes
 from typing import NamedTuple
 
 import torch
+from helpers import make_qkv
 
 from zyfa import interface, ready
 from zyfa.device import device_of_sku
 from zyfa.kernels import driver, launch, replay
+
+
+def qkv(seed=0, seqlen=96, **more):
+    return make_qkv(1, seqlen, seqlen, 4, 2, 32, seed=seed, **more)
+
+
+def addresses(*tensors):
+    return tuple(x.data_ptr() for x in tensors)
 
 
 class Launched(NamedTuple):

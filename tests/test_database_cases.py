@@ -12,21 +12,13 @@ from databases import CONFIG, a_key, add_ok, make_db
 from zyfa import lookup
 from zyfa.device import device_of_sku
 from zyfa.lookup import choose, user_db_path
-from zyfa.tuning_db import reader
 from zyfa.tuning_db.store import Store
 
+pytestmark = pytest.mark.usefixtures("nothing_shipped")
 TESTS = Path(__file__).resolve().parent
 TABLE = TESTS.parent / "docs" / "cases-database.md"
 CASES = {"DBC": 9, "DBX": 8, "FPR": 11, "CLI": 9, "PKG": 7}
 H200 = device_of_sku("h200")
-
-
-@pytest.fixture(autouse=True)
-def nothing_shipped(monkeypatch, tmp_path):
-    monkeypatch.setattr(reader, "DATA", tmp_path / "shipped")
-    lookup.reset()
-    yield
-    lookup.reset()
 
 
 def test_every_case_is_listed_once():

@@ -20,16 +20,8 @@ from zyfa.lookup import choose, describe, user_db_path
 from zyfa.tuning_db import reader, schema
 from zyfa.tuning_db.store import Store
 
+pytestmark = pytest.mark.usefixtures("nothing_shipped")
 A, B, C, D = (AttentionConfig(64, 64, 4, stages) for stages in (1, 2, 3, 4))
-
-
-@pytest.fixture(autouse=True)
-def places(monkeypatch, tmp_path):
-    """An empty data directory in place of the shipped one, and no memory of other tests."""
-    monkeypatch.setattr(reader, "DATA", tmp_path / "shipped")
-    lookup.reset()
-    yield
-    lookup.reset()
 
 
 def user_db(*winners, device=H200):

@@ -10,20 +10,12 @@ from zyfa.archs import default_config
 from zyfa.config import AttentionConfig
 from zyfa.lookup import _with_recipe, choose, faster_plain, withdraw
 from zyfa.recipes import PRESETS
-from zyfa.tuning_db import reader
 from zyfa.tuning_db.store import Store
 
+pytestmark = pytest.mark.usefixtures("nothing_shipped")
 KEY = a_key(dtype="fp8")
 WINNER = dataclasses.replace(CONFIG, recipe=PRESETS["balanced"])
 FAST = AttentionConfig(128, 64, 4, 2, recipe=PRESETS["per_tensor"])
-
-
-@pytest.fixture(autouse=True)
-def places(monkeypatch, tmp_path):
-    monkeypatch.setattr(reader, "DATA", tmp_path / "shipped")
-    lookup.reset()
-    yield
-    lookup.reset()
 
 
 def user_db(*members, trust="measured"):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, addresses, qkv
 from helpers import assert_correct, make_qkv
 
 import zyfa
@@ -18,14 +18,6 @@ on_cpu = pytest.mark.filterwarnings("ignore:.*no tuned config:RuntimeWarning")
 def gpu(monkeypatch):
     yield FakeGpu(monkeypatch)
     lookup.reset()
-
-
-def qkv(seed=0, seqlen=96, **more):
-    return make_qkv(1, seqlen, seqlen, 4, 2, 32, seed=seed, **more)
-
-
-def addresses(*tensors):
-    return tuple(x.data_ptr() for x in tensors)
 
 
 @on_cpu

@@ -2,40 +2,21 @@
 
 import pytest
 import torch
-from fake_gpu import FakeGpu
+from fake_gpu import addresses, qkv
 from helpers import make_qkv
 from test_interface import BAD_ARGUMENTS, BAD_SHAPES, GOOD
 
 import zyfa
-from zyfa import lookup, ready
+from zyfa import ready
 from zyfa.config import AttentionConfig
-from zyfa.tuning_db import reader
 
 A = AttentionConfig(64, 64, 4, 3)
 
 
-@pytest.fixture(autouse=True)
-def no_databases(monkeypatch, tmp_path):
-    monkeypatch.setattr(reader, "DATA", tmp_path / "shipped")
-    lookup.reset()
-    yield
-    lookup.reset()
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return FakeGpu(monkeypatch)
-
-
-def qkv(seed=0, seqlen=96):
-    return make_qkv(1, seqlen, seqlen, 4, 2, 32, seed=seed)
-
-
-def addresses(*tensors):
-    return tuple(x.data_ptr() for x in tensors)
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*no tuned config:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_shipped"),
+    pytest.mark.filterwarnings("ignore:.*no tuned config:RuntimeWarning"),
+]
 
 
 def test_a_repeated_signature_is_launched_with_the_new_addresses(gpu, monkeypatch):

@@ -8,37 +8,17 @@ import weakref
 import pytest
 import torch
 from databases import a_key, make_db
-from fake_gpu import FakeGpu
-from helpers import make_qkv
+from fake_gpu import addresses, qkv
 
 import zyfa
 from zyfa import lookup, ready
 from zyfa.config import AttentionConfig
-from zyfa.tuning_db import reader
 
 A, B = AttentionConfig(64, 64, 4, 3), AttentionConfig(64, 32, 4, 1)
-pytestmark = pytest.mark.filterwarnings("ignore:.*no tuned config:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def no_databases(monkeypatch, tmp_path):
-    monkeypatch.setattr(reader, "DATA", tmp_path / "shipped")
-    lookup.reset()
-    yield
-    lookup.reset()
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return FakeGpu(monkeypatch)
-
-
-def qkv(seed=0, seqlen=96):
-    return make_qkv(1, seqlen, seqlen, 4, 2, 32, seed=seed)
-
-
-def addresses(*tensors):
-    return tuple(x.data_ptr() for x in tensors)
+pytestmark = [
+    pytest.mark.usefixtures("nothing_shipped"),
+    pytest.mark.filterwarnings("ignore:.*no tuned config:RuntimeWarning"),
+]
 
 
 # choices that change
