@@ -16,14 +16,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .attn_fwd import _tile_of
-from .gluon_ring import ROWS, _advance, _key_tiles, _produce, _ring, _s_layout, _tile_at, _tiles_of_program
+from .gluon_ring import (
+    ROWS,
+    _advance,
+    _key_tiles,
+    _o_layout,
+    _part,
+    _pass_turn,
+    _produce,
+    _ring,
+    _s_layout,
+    _take_turn,
+    _tile_at,
+    _tiles_of_program,
+)
+from .gluon_softmax import (
+    BIAS_BITS,
+    MAX_RATIO,
+    NO_KEY,
+    _maxima,
+    _pack,
+    _rescaled,
+    _rescaled_lazily,
+    _tops,
+    _unpack,
+    _weights,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
-MAX_RATIO = gl.constexpr(2.0**90)  # as in attn_fwd
 MIN_LOGIT_SCALE = gl.constexpr(1e-30)
-NO_KEY = gl.constexpr(-1e30)  # a row maximum before any key: finite, so that no difference of maxima is NaN
-BIAS = gl.constexpr(12582912.0)  # 1.5 * 2**23: the last mantissa bits of BIAS + n are the integer n
-BIAS_BITS = gl.constexpr(0x4B400000)
 FLUSH_KEYS = gl.constexpr(1024)  # whose FP8 products are summed in the matrix unit
 PRODUCER_REGISTERS = gl.constexpr(24)
 UNSPECIALISED = (
@@ -33,35 +54,14 @@ UNSPECIALISED = (
 
 
 @gluon.jit
-def _named_barrier(op: gl.constexpr, number: gl.constexpr):
-    """bar.sync or bar.arrive on a hardware barrier of both consumers; 0 to 7 are the compiler's."""
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        "bar." + op + " " + number + ", 256; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _take_turn(WG: gl.constexpr, c: gl.constexpr):
-    """Wait until the other consumer has issued its products: one multiplies while the other is in its softmax."""
-    if c.PING_PONG:
-        _named_barrier("sync", "8" if WG == 0 else "9")
-
-
-@gluon.jit
-def _pass_turn(WG: gl.constexpr, c: gl.constexpr):
-    if c.PING_PONG:
-        _named_barrier("arrive", "9" if WG == 0 else "8")
-
-
-@gluon.jit
-def _issue_qk(q, k_ring, stage, phase, layout: gl.constexpr, c: gl.constexpr):
+def _issue_qk(q, k_ring, stage, phase, c: gl.constexpr):
     """Start Q times K transposed for the tile in a slot of the ring.
 
     Sums of int8 products start at BIAS_BITS: read as fp32 they are BIAS plus the sum, exact below 2**22 (head dim 256),
     and softmax subtracts BIAS where it subtracts anyhow. Converting 64 integers a lane would run at half rate.
     """
     BLOCK_N: gl.constexpr = c.BLOCK_N
+    layout: gl.constexpr = _s_layout(c)
     k_smem, k_full, _ = k_ring
     mbarrier.wait(k_full.index(stage), phase)
     k = k_smem.index(stage)
@@ -115,69 +115,6 @@ def _masked(s, n, limits, c: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, scale, INT8: gl.constexpr, c: gl.constexpr):
-    """(exponentials, new row maxima) of a tile's scores."""
-    top = gl.max(s, 1)
-    if INT8:
-        top -= BIAS
-    m = gl.maximum(m, top * scale)
-    shift = m - c.P_OFFSET
-    if INT8:
-        shift += BIAS * scale
-    return gl.exp2(s * scale - shift[:, None]), m
-
-
-@gluon.jit
-def _pack(p, operand: gl.constexpr, c: gl.constexpr):
-    """P rounded, 32 bits in each int32. A loop that carries single values pays 64 byte permutes a tile (8 bits: 140).
-
-    In 8 bits a lane holds the columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16 of P, and an operand wants four neighbours:
-    the quantiser has stored V's keys in that order (scales.write), so no data crosses lanes.
-    """
-    BLOCK_N: gl.constexpr = c.BLOCK_N
-    if c.V_QUANTISED:
-        p = gl.permute(gl.reshape(p, [ROWS, BLOCK_N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
-        p = gl.convert_layout(gl.reshape(p, [ROWS, BLOCK_N]), operand)
-        even, odd = gl.split(gl.reshape(p, [ROWS, BLOCK_N // 4, 2, 2]))
-        p0, p2 = gl.split(even)
-        p1, p3 = gl.split(odd)
-        packed = gl.inline_asm_elementwise(
-            "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
-            "=r,f,f,f,f", [p0, p1, p2, p3], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        even, odd = gl.split(gl.reshape(p, [ROWS, BLOCK_N // 2, 2]))
-        cvt: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if c.FP16 else "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        packed = gl.inline_asm_elementwise(cvt, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    return packed
-
-
-@gluon.jit
-def _unpack(packed, operand: gl.constexpr, c: gl.constexpr):
-    """P as the register operand of the next product; names registers, moves nothing."""
-    BLOCK_N: gl.constexpr = c.BLOCK_N
-    if c.V_QUANTISED:
-        packed = gl.join(packed, packed)
-        p = gl.convert_layout(gl.reshape(gl.join(packed, packed), [ROWS, BLOCK_N]), operand)
-        p = gl.inline_asm_elementwise(
-            "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; mov.b32 $0, {lo, hi}; }",
-            "=r,r,r,r,r",
-            [p],
-            dtype=gl.float8e4nv,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        even, odd = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-        )
-        p = gl.reshape(gl.join(even, odd), [ROWS, BLOCK_N])
-        p = gl.convert_layout(p.to(gl.float16 if c.FP16 else gl.bfloat16, bitcast=True), operand)
-    return p
-
-
-@gluon.jit
 def _scales(n, scales, c: gl.constexpr):
     """(logit scale, V scale) of a key tile; scales: of the rows, of V where there is one only, pointers to the rest."""
     scale, v_scale = scales[0], scales[1]
@@ -189,12 +126,6 @@ def _scales(n, scales, c: gl.constexpr):
 
 
 @gluon.jit
-def _rescaled(acc, alpha):
-    """The rows of an output, each times its alpha."""
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
 def _flushed(acc, beta, flushes, sums):
     """acc plus what earlier flushes left in memory, which is still to be multiplied by beta."""
     before = gl.where(flushes > 0, sums.load(acc.type.layout), 0.0)  # no number yet before the first
@@ -202,95 +133,147 @@ def _flushed(acc, beta, flushes, sums):
 
 
 @gluon.jit
-def _flush(acc, beta, flushes, sums):
+def _flush(rows, flushes, sums):
     """Move the output to memory in fp32: the FP8 matrix unit rounds long sums (Arch.short_fp8_sum)."""
+    acc, beta, m, l, v_scale = rows
     sums.store(_flushed(acc, beta, flushes, sums))
-    return gl.zeros_like(acc), gl.full(beta.shape, 1.0, gl.float32, beta.type.layout), flushes + 1
+    return (gl.zeros_like(acc), gl.zeros_like(beta) + 1.0, m, l, v_scale), flushes + 1
 
 
 @gluon.jit
-def _step(
-    p, acc, beta, flushes, m, l, v_scale, slots, q, sums, k_ring, v_ring, n, limits, scales,
-    MASKED: gl.constexpr, WG: gl.constexpr, s_layout: gl.constexpr, operand: gl.constexpr, c: gl.constexpr,
+def _step16(
+    p, acc, m, l, slots, q, k_ring, v_ring, n, limits, scale,
+    MASKED: gl.constexpr, WG: gl.constexpr, operand: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
     """Tile n's scores and softmax beside the output of the tile before, whose P is carried."""
     stage, phase, next_stage, next_phase = slots
-    scale, next_v = _scales(n, scales, c)
     a = _unpack(p, operand, c)
     _take_turn(WG, c)
-    qk = _issue_qk(q, k_ring, next_stage, next_phase, s_layout, c)
+    qk = _issue_qk(q, k_ring, next_stage, next_phase, c)
     pv = _issue_pv(a, v_ring, stage, phase, acc, c)
     _pass_turn(WG, c)
     s = _scores(qk, k_ring, next_stage, 1)
     if MASKED:
         s = _masked(s, n, limits, c)
-    e, m_new = _softmax(s, m, scale, q.dtype == gl.int8, c)
+    m_new = _maxima(_tops(s, False) * scale, m, c)
+    e, sums = _weights(s, m_new, scale, False, c)
     alpha = gl.exp2(m - m_new)
-    l = l * alpha + gl.sum(e, 1)
     p_new = _pack(e, operand, c)
-    acc = _output(pv, p, v_ring, stage, c)
-    if c.V_BLOCKS:  # acc is kept in units of this tile's V scale; powers of two: exact
-        alpha = alpha * gl.minimum(v_scale / next_v, MAX_RATIO)
-    acc = _rescaled(acc, alpha)
-    if c.V_QUANTISED:
-        beta = beta * alpha
-        if not MASKED:  # noqa: SIM102 - a constant decides what is compiled, a number what runs
-            if n * c.BLOCK_N % FLUSH_KEYS == 0:
-                acc, beta, flushes = _flush(acc, beta, flushes, sums)
+    acc = _rescaled_lazily(_output(pv, p, v_ring, stage, c), alpha, c)
     after_stage, after_phase = _advance(next_stage, next_phase, c)
-    slots = (next_stage, next_phase, after_stage, after_phase)
-    return p_new, acc, beta, flushes, m_new, l, next_v, slots
+    return p_new, acc, m_new, l * alpha + sums, (next_stage, next_phase, after_stage, after_phase)
 
 
 @gluon.jit
-def _attend(q, sums, k_ring, v_ring, stage, phase, tiles, limits, scales, WG: gl.constexpr, c: gl.constexpr):
-    """All key tiles of one query block: (output before division by its row sums, its scale, maxima, sums, slot)."""
+def _attend16(q, k_ring, v_ring, slots, tiles, limits, scales, WG: gl.constexpr, c: gl.constexpr):
+    """All key tiles of one query block: (output before division by its row sums, its scale, maxima, sums, slots)."""
     BLOCK_DV: gl.constexpr = c.BLOCK_DV
-    V_STEP: gl.constexpr = 32 if c.V_QUANTISED else 16
-    s_layout: gl.constexpr = _s_layout(c)
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BLOCK_DV, V_STEP])
-    operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4 if c.V_QUANTISED else 2)
-    first, full, masked, last = tiles
-    scale, v_scale = _scales(last, scales, c)
-    if c.Q_IN_REGISTERS:
-        q = q.load(gl.DotOperandLayout(0, s_layout, 4 if c.QK_QUANTISED else 2))
-    s = _scores(_issue_qk(q, k_ring, stage, phase, s_layout, c), k_ring, stage, 0)
-    s = _masked(s, last, limits, c)
-    m = gl.full([ROWS], NO_KEY, gl.float32, gl.SliceLayout(1, s_layout))
-    e, m = _softmax(s, m, scale, q.dtype == gl.int8, c)
-    l = gl.sum(e, 1)
+    o_layout: gl.constexpr = _o_layout(c)
+    operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    stage, phase, _, _ = slots
+    scale, v_scale = _scales(tiles[3], scales, c)
+    s = _masked(_scores(_issue_qk(q, k_ring, stage, phase, c), k_ring, stage, 0), tiles[3], limits, c)
+    tops = _tops(s, False)
+    m = _maxima(tops * scale, gl.full(tops.shape, NO_KEY, gl.float32, tops.type.layout), c)
+    e, l = _weights(s, m, scale, False, c)
     p = _pack(e, operand, c)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
-    beta = gl.full([ROWS], 1.0, gl.float32, m.type.layout)
-    flushes = 0
-    next_stage, next_phase = _advance(stage, phase, c)
-    slots = (stage, phase, next_stage, next_phase)
-    for part in gl.static_range(3):  # masked on the right, unmasked, masked on the left
-        if part == 0:
-            top, count = last - 1, last - masked
-        elif part == 1:
-            top, count = masked - 1, masked - full
-        else:
-            top, count = full - 1, full - first
+    for part in gl.static_range(3):
+        top, count = _part(tiles, part)
         if part != 2 or c.HAS_LEFT:
             for j in range(count):
-                p, acc, beta, flushes, m, l, v_scale, slots = _step(
-                    p, acc, beta, flushes, m, l, v_scale, slots, q, sums, k_ring, v_ring, top - j, limits, scales,
-                    part != 1, WG, s_layout, operand, c,
-                )  # fmt: skip
+                p, acc, m, l, slots = _step16(
+                    p, acc, m, l, slots, q, k_ring, v_ring, top - j, limits, scale, part != 1, WG, operand, c
+                )
+    stage, phase, _, _ = slots
+    acc = _output(_issue_pv(_unpack(p, operand, c), v_ring, stage, phase, acc, c), p, v_ring, stage, c)
+    return acc, v_scale, m, l, slots
+
+
+@gluon.jit
+def _softmax8(tile, rows, INT8: gl.constexpr, operand: gl.constexpr, c: gl.constexpr):
+    """(P of a tile, rows but for its product with V). rows: output, its scale since a flush, maxima, sums, V scale."""
+    s, tops, scale, next_v = tile
+    acc, beta, m, l, v_scale = rows
+    m_new = _maxima(tops * scale, m, c)
+    e, sums = _weights(s, m_new, scale, INT8, c)
+    alpha = gl.exp2(m - m_new)
+    l = l * alpha + sums
+    p = _pack(e, operand, c)
+    if c.V_BLOCKS:  # acc is kept in units of this tile's V scale; powers of two: exact
+        alpha = alpha * gl.minimum(v_scale / next_v, MAX_RATIO)
+    return p, (_rescaled(acc, alpha), beta * alpha, m_new, l, next_v)
+
+
+@gluon.jit
+def _step8(
+    tile, rows, slots, q, k_ring, v_ring, n, limits, scales,
+    MASKED: gl.constexpr, WG: gl.constexpr, operand: gl.constexpr, c: gl.constexpr,
+):  # fmt: skip
+    """Tile n's scores beside the softmax of the tile before, whose scores are carried, then that tile's output."""
     stage, phase, next_stage, next_phase = slots
-    a = _unpack(p, operand, c)
-    acc = _output(_issue_pv(a, v_ring, stage, phase, acc, c), p, v_ring, stage, c)
-    if c.V_QUANTISED:  # noqa: SIM102 - as in _step
-        if flushes > 0:
-            acc = _flushed(acc, beta, flushes, sums)
-    return acc, v_scale, m, l, next_stage, next_phase
+    _take_turn(WG, c)
+    qk = _issue_qk(q, k_ring, next_stage, next_phase, c)
+    _pass_turn(WG, c)
+    p, rows = _softmax8(tile, rows, q.dtype == gl.int8, operand, c)
+    pv = _issue_pv(_unpack(p, operand, c), v_ring, stage, phase, rows[0], c)
+    s = _scores(qk, k_ring, next_stage, 1)
+    if MASKED:
+        s = _masked(s, n, limits, c)
+    tops = _tops(s, q.dtype == gl.int8)
+    acc = _output(pv, p, v_ring, stage, c)
+    scale, next_v = _scales(n, scales, c)
+    after_stage, after_phase = _advance(next_stage, next_phase, c)
+    rows = (acc, rows[1], rows[2], rows[3], rows[4])
+    return (s, tops, scale, next_v), rows, (next_stage, next_phase, after_stage, after_phase)
+
+
+@gluon.jit
+def _attend8(q, sums, k_ring, v_ring, slots, tiles, limits, scales, WG: gl.constexpr, c: gl.constexpr):
+    """As _attend16, with products that leave the matrix unit every FLUSH_KEYS keys."""
+    BLOCK_DV: gl.constexpr = c.BLOCK_DV
+    o_layout: gl.constexpr = _o_layout(c)
+    operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
+    FLUSH: gl.constexpr = FLUSH_KEYS // c.BLOCK_N
+    stage, phase, _, _ = slots
+    scale, v_scale = _scales(tiles[3], scales, c)
+    s = _masked(_scores(_issue_qk(q, k_ring, stage, phase, c), k_ring, stage, 0), tiles[3], limits, c)
+    tops = _tops(s, q.dtype == gl.int8)
+    m = gl.full(tops.shape, NO_KEY, gl.float32, tops.type.layout)
+    tile = (s, tops, scale, v_scale)
+    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+    rows = (acc, gl.zeros_like(m) + 1.0, m, gl.zeros_like(m), v_scale)
+    flushes = 0
+    for part in gl.static_range(3):
+        top, count = _part(tiles, part)
+        if part == 1:
+            for f in range(gl.cdiv(count, FLUSH)):
+                if f > 0:
+                    rows, flushes = _flush(rows, flushes, sums)
+                for j in range(f * FLUSH, gl.minimum(count, (f + 1) * FLUSH)):
+                    tile, rows, slots = _step8(
+                        tile, rows, slots, q, k_ring, v_ring, top - j, limits, scales, False, WG, operand, c
+                    )
+        elif part == 0 or c.HAS_LEFT:
+            for j in range(count):
+                tile, rows, slots = _step8(
+                    tile, rows, slots, q, k_ring, v_ring, top - j, limits, scales, True, WG, operand, c
+                )
+    p, rows = _softmax8(tile, rows, q.dtype == gl.int8, operand, c)
+    acc, beta, m, l, v_scale = rows
+    stage, phase, _, _ = slots
+    acc = _output(_issue_pv(_unpack(p, operand, c), v_ring, stage, phase, acc, c), p, v_ring, stage, c)
+    if flushes > 0:
+        acc = _flushed(acc, beta, flushes, sums)
+    return acc, v_scale, m, l, slots
 
 
 @gluon.jit
 def _store(out, acc, m, l, v_scale, b, h, head, first_row, seqlen_q, c: gl.constexpr):
     """Output and LSE of one consumer's rows. The output leaves in 16 bytes a lane where that fits in memory."""
     O, LSE, row_shift, stride_ob, stride_om, stride_oh, stride_row_shift, stride_lse = out
+    m = gl.max(m, 1)
+    l = gl.sum(l, 1)
     if c.HAS_LSE:
         rows = first_row + gl.arange(0, ROWS, layout=l.type.layout)
         lse = m + gl.log2(l) - c.P_OFFSET  # -inf where no key was seen
@@ -316,8 +299,9 @@ def _consume(WG: gl.constexpr, rings, out, scales, sizes, c: gl.constexpr):
     q_ring, k_ring, v_ring, sums = rings
     q_smem, q_full, q_empty = q_ring
     num_tiles = num_m_blocks * batch_heads
-    stage = 0
-    phase = 0
+    zero = gl.to_tensor(0)
+    next_stage, next_phase = _advance(zero, zero, c)
+    slots = (zero, zero, next_stage, next_phase)  # of the tile whose V is next, and of the one whose K is
     if WG == 1:  # consumer 0 begins
         _pass_turn(WG, c)
     for i in range(_tiles_of_program(num_tiles)):
@@ -351,9 +335,16 @@ def _consume(WG: gl.constexpr, rings, out, scales, sizes, c: gl.constexpr):
         q = q_smem.index(WG)
         q = q.reshape([ROWS, q.shape[3]])
         limits = (rows - window_left, row_hi)
-        acc, v_scale, m, l, stage, phase = _attend(
-            q, sums.index(WG), k_ring, v_ring, stage, phase, tiles, limits, tile_scales, WG, c
-        )
+        if c.Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 4 if c.QK_QUANTISED else 2))
+        if c.V_QUANTISED:
+            acc, v_scale, m, l, slots = _attend8(
+                q, sums.index(WG), k_ring, v_ring, slots, tiles, limits, tile_scales, WG, c
+            )
+        else:
+            acc, v_scale, m, l, slots = _attend16(q, k_ring, v_ring, slots, tiles, limits, tile_scales, WG, c)
+        next_stage, next_phase = _advance(slots[2], slots[3], c)
+        slots = (slots[2], slots[3], next_stage, next_phase)
         mbarrier.arrive(q_empty, count=1)
         _store(out, acc, m, l, v_scale, b, h, bh, first_row, seqlen_q, c)
 

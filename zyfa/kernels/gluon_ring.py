@@ -44,6 +44,12 @@ def _s_layout(c):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, c.BLOCK_N, 32 if c.QK_QUANTISED else 16])
 
 
+@gluon.constexpr_function
+def _o_layout(c):
+    """Where the output of a consumer lies: the layout of a WGMMA's sums."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, c.BLOCK_DV, 32 if c.V_QUANTISED else 16])
+
+
 @gluon.jit
 def _ring(X, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
     """(tiles of a descriptor, barriers of full slots, barriers of empty slots) in shared memory."""
@@ -54,6 +60,28 @@ def _ring(X, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     return smem, full, empty
+
+
+@gluon.jit
+def _named_barrier(op: gl.constexpr, number: gl.constexpr):
+    """bar.sync or bar.arrive on a hardware barrier of both consumers; 0 to 7 are the compiler's."""
+    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "bar." + op + " " + number + ", 256; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _take_turn(WG: gl.constexpr, c: gl.constexpr):
+    """Wait until the other consumer has issued its products: one multiplies while the other is in its softmax."""
+    if c.PING_PONG:
+        _named_barrier("sync", "8" if WG == 0 else "9")
+
+
+@gluon.jit
+def _pass_turn(WG: gl.constexpr, c: gl.constexpr):
+    if c.PING_PONG:
+        _named_barrier("arrive", "9" if WG == 0 else "8")
 
 
 @gluon.jit
@@ -95,6 +123,19 @@ def _advance(stage, phase, c: gl.constexpr):
         stage = 0
         phase ^= 1
     return stage, phase
+
+
+@gluon.jit
+def _part(tiles, part: gl.constexpr):
+    """(last tile, number) of the tiles before the last that are masked on the right, unmasked, masked on the left."""
+    first, full, masked, last = tiles
+    if part == 0:
+        top, end = last, masked
+    elif part == 1:
+        top, end = masked, full
+    else:
+        top, end = full, first
+    return top - 1, top - end
 
 
 @gluon.jit
