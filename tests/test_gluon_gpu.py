@@ -51,6 +51,20 @@ def test_recipes(recipe):
     checked(*make_qkv(2, 700, 700, 8, 2, 128, device="cuda"), gluon(recipe), causal=True)
 
 
+@pytest.mark.parametrize("step", [0.5, 7.0, 9.0, 40.0], ids="by {}".format)
+@pytest.mark.parametrize("recipe", ["none", "block"])
+@pytest.mark.parametrize("rising", [True, False], ids=["rising", "falling"])
+def test_maxima_that_creep_and_jump(rising, recipe, step):
+    """In 16 bits a maximum may stay behind by 8 in base 2: steps below that, above it, and sums of small ones."""
+    q, k, v = make_qkv(1, 256, 2048, 4, 2, 128, device="cuda")
+    direction = torch.ones(128, device="cuda") / 128**0.5
+    tile = torch.arange(2048, device="cuda") // 128
+    stair = step * 0.6931 * (tile if not rising else 15 - tile)  # keys are walked from the last to the first
+    q = (q.float() * 0.1 + direction * 16).bfloat16()
+    k = (k.float() * 0.1 + stair[None, :, None, None] * direction * (128**0.5 / 16)).bfloat16()
+    checked(q, k, v, gluon(recipe))
+
+
 @pytest.mark.parametrize("nheads, nheads_k", [(4, 4), (12, 4), (32, 8), (7, 1)])
 @pytest.mark.parametrize("recipe", ["none", "head"])
 def test_ratios_of_heads(recipe, nheads, nheads_k):

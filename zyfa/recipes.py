@@ -77,6 +77,7 @@ def _all() -> tuple[Recipe, ...]:
         Recipe("mx", 0.643, granularity="mx"),
         k("block-kmean", 0.103),
         k("block-kmean-hadamard", 0.497, hadamard=True),
+        k("block-kmean-equalise-hadamard", 0.056, equalise=True, hadamard=True),
         kq("block-kmean-qmean", 0.046),
         kq("block-kmean-qmean-hadamard", 0.163, hadamard=True),
         kq("block-kmean-qmean-equalise-hadamard", 0.042, equalise=True, hadamard=True),
