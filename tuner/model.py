@@ -174,8 +174,7 @@ def _unit_slots(loop: Loop, run: _Run, exp_slots: float, overlap: float) -> floa
 def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
     """Time of the quantisers: bytes over bandwidth, and launches.
 
-    Scales wider than a block and the statistics of the smoothing steps need a pass over the data before, the latter in
-    two kernels.
+    Scales wider than a block and the statistics of the smoothing steps need a pass over the data before.
     """
     if config.recipe == "none":
         return 0.0
@@ -184,7 +183,7 @@ def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit:
     k, v = (key.batch * key.seqlen_k * key.nheads_k * dim for dim in (key.head_dim, key.head_dim_v))
     converted = v if recipe.qk == "bf16" else q + k + v
     scanned = k * (recipe.k_mean or recipe.equalise) + q * (recipe.q_mean or recipe.equalise)
-    launches = 3 if scanned else 1
+    launches = 2 if scanned else 1
     if recipe.granularity in ("head", "tensor"):
         scanned, launches = converted, 2
     elif recipe.v_scaled_by in ("head", "channel"):
