@@ -24,13 +24,13 @@ class Names:
         assert not missing, f"{kernel.__name__} is not given {missing}"
 
 
-def started(recipe, arch="sm90", dims=(128, 128), given=None, dtype=torch.bfloat16):
+def started(recipe, arch="sm90", dims=(128, 128), given=None, dtype=torch.bfloat16, in_place=False):
     q, k, v = (
         torch.empty(2, 1000, n, d, device="meta", dtype=dtype)
         for n, d in ((32, dims[0]), (8, dims[0]), (8, dims[1]))
     )  # fmt: skip
     names = Names()
-    Quantiser(shape_of(q, k, v), RECIPES[recipe], ARCHS[arch], names).run(q, k, v, given)
+    Quantiser(shape_of(q, k, v), RECIPES[recipe], ARCHS[arch], names, in_place=in_place).run(q, k, v, given)
     return names.started
 
 
@@ -51,6 +51,14 @@ def test_a_preset_takes_three_launches_with_attention_and_none_of_them_is_empty(
 
 def test_different_widths_take_one_launch_more():
     assert [name for name, _ in started("block", dims=(128, 64))] == ["quantize", "quantize"]
+
+
+def test_given_inputs_move_as_little_as_their_layout_allows():
+    scales = tuple(torch.ones(2, n, device="meta") for n in (32, 8, 8))
+    blocks = 2 * 8 * (1024 // 128)
+    assert started("head", given=scales, dtype=FP8) == [("quantize", (6 * blocks,))]
+    assert started("head", given=scales, dtype=FP8, in_place=True) == [("quantize", (blocks,))], "V alone"
+    assert started("head", dims=(128, 64), given=scales, dtype=FP8, in_place=True) == [("quantize", (blocks,))]
 
 
 def test_chunks_give_every_program_about_the_same_work():

@@ -77,9 +77,17 @@ def prepare_operands(
         elif recipe.qk != "bf16" and arch.vendor == "nvidia":
             shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
         gluon = config.variant == "gluon"
-        run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon)
+        in_place = bool(descales) and gluon and _in_place(shape, q, k)
+        run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon, in_place)
         ops = run.run(q, k, v, descales)
     return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape
+
+
+def _in_place(shape: Shape, *x: torch.Tensor) -> bool:
+    """Whether TMA reads FP8 Q and K where they lie: their width is the kernel's, and their ends become zeros."""
+    from .hopper import reaches
+
+    return shape.head_dim == shape.block_d and all(map(reaches, x))
 
 
 def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: float) -> AttentionConfig:

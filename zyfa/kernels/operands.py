@@ -83,6 +83,7 @@ class Operands(NamedTuple):
     v_scales: str = "none"  # "none", "head", "block" or "channel"
     p_offset: int = 0
     v_transposed: bool = False
+    in_place: bool = False  # Q and K in eight bits lie as the caller gave them, in no buffer of ours
     k_descriptor: int = 0
     v_descriptor: int = 0
 
@@ -138,6 +139,12 @@ class Quantiser(NamedTuple):
     qk_scale: float = 1.0  # softmax_scale * log2(e): corrections are written in the kernel's units
     row_shift: bool = False  # are the true logits of a row needed (lse, softcap, sink)?
     v_interleaved: bool = False  # V's keys in the order of attn_gluon
+    in_place: bool = False  # given FP8 inputs: the kernel reads Q and K where they lie, only V moves
+
+    @property
+    def moves_qk(self) -> bool:
+        """Whether Q and K get buffers; else the kernel reads the inputs."""
+        return self.recipe.qk != "bf16" and not self.in_place
 
     def _empty(self, *size: int, dtype=torch.float32, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
@@ -148,7 +155,7 @@ class Quantiser(NamedTuple):
         batch = 1 if shape.varlen else shape.batch
         v_shape = (shape.block_dv, shape.rows8_k) if self.arch.v_k_major else (shape.rows8_k, shape.block_dv)
         v8 = self._empty(batch, shape.nheads_k, *v_shape, dtype=fp8, like=q)
-        if self.recipe.qk == "bf16":
+        if not self.moves_qk:
             return None, None, v8
         qk = torch.int8 if self.recipe.qk == "int8" else fp8
         q8 = self._empty(batch, shape.nheads, shape.rows8_q, shape.block_d, dtype=qk, like=q)
@@ -241,14 +248,14 @@ class Quantiser(NamedTuple):
         return {"maxnreg": 128 if self.recipe.hadamard else 80}
 
     def run(self, q, k, v, given=None) -> Operands:
-        """Q, K and V in eight bits. `given`: the caller's scales; the inputs are FP8 and only change their layout."""
+        """Q, K and V in eight bits. `given`: the caller's scales; the inputs are FP8 and change no more than layout."""
         shape, recipe = self.shape, self.recipe
         qk, by = ("given", "given") if given else (recipe.granularity, recipe.v_scaled_by)
         x8 = self._buffers(q)
         descales = self._descales(q, qk, by)
         n_k = n_v = shape.batch * shape.nheads_k * shape.blocks_k
         n_q = shape.batch * shape.nheads * shape.blocks_q
-        if recipe.qk == "bf16":
+        if not self.moves_qk:
             n_q = n_k = 0
         common = {
             "VARLEN": shape.varlen, "HEAD_DIM": shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
@@ -264,7 +271,7 @@ class Quantiser(NamedTuple):
         if recipe.q_mean:
             col_bias = self._empty(batch * shape.nheads, shape.rows8_k, like=q)
         constants = common | self._options() | {
-            "QK": recipe.qk != "bf16",
+            "QK": self.moves_qk,
             "QK_TOP": INT8_MAX if recipe.qk == "int8" else FP8_MAX[self.arch.fp8_format],
             "V_TOP": FP8_MAX[self.arch.fp8_format], "GRANULARITY": qk, "V_GRANULARITY": by,
             "V_TRANSPOSED": self.arch.v_k_major, "V_INTERLEAVED": self.v_interleaved,
@@ -282,7 +289,7 @@ class Quantiser(NamedTuple):
             args = (q, k, v, *x8, *descales, *amax, *sums, row_shift, col_bias, self.qk_scale)
             self.launcher.start(quantize, (programs,), (*args, *inputs, n_q, n_k, *lengths), constants | change)
 
-        if shape.block_d == shape.block_dv or recipe.qk == "bf16":
+        if shape.block_d == shape.block_dv or not self.moves_qk:
             start(n_q, n_k, n_q + n_k + n_v)
         else:  # one build of the kernel has one width: Q and K first, V by itself
             start(n_q, n_k, n_q + n_k, HEAD_DIM_V=shape.head_dim, BLOCK_DV=shape.block_d)
@@ -307,6 +314,7 @@ class Quantiser(NamedTuple):
             v_scales="head" if given or by == "tensor" else by,
             p_offset=p_offset(self.recipe, self.arch.fp8_format),
             v_transposed=self.arch.v_k_major,
+            in_place=self.in_place,
         )
 
 
