@@ -1,13 +1,12 @@
 """From checked tensors and a config to launches: options, grids, the arguments of the attention kernel, and replays."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 import triton
 
-from ..archs import ARCHS, Arch, default_config
+from ..archs import ARCHS, Arch, plain_config
 from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
@@ -91,7 +90,7 @@ def _in_place(shape: Shape, *x: torch.Tensor) -> bool:
 
 
 def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: float) -> AttentionConfig:
-    """The config, or the plain kernel's default where the Gluon kernel lacks what this call asks for.
+    """The config, or the plain kernel's tile where the Gluon kernel lacks what this call asks for.
 
     What is no part of a key decides here: softcap, sink, packed sequences (TMA cannot zero the end of each), layouts
     that TMA does not reach. inputs as in _start.
@@ -108,7 +107,7 @@ def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: floa
             return config
     dtype = "bf16" if config.recipe == "none" else "fp8"
     key = AttentionKey(dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], 1, q.shape[-3], k.shape[-3], False)
-    return dataclasses.replace(default_config(arch, key), recipe=config.recipe)
+    return plain_config(arch, key, config.recipe)
 
 
 def attention_forward(
