@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from helpers import make_qkv
 
-from zyfa import interface, ready
+from zyfa import interface, limits, ready
 from zyfa.device import device_of_sku
 from zyfa.kernels import driver, launch, replay
 
@@ -74,6 +74,7 @@ class FakeGpu:
         monkeypatch.setattr(replay.Recorder, "start", start_kernel)
         monkeypatch.setattr(replay.Plan, "stream", lambda plan: self.stream)
         monkeypatch.setattr(driver, "driver", lambda: None)
+        monkeypatch.setattr(limits, "knows_gluon", lambda: False)  # the plain kernel's launches show pointers
         monkeypatch.setattr(interface, "on_gpu", lambda q: True)
         monkeypatch.setattr(interface, "current_device", lambda index: device_of_sku(sku))
         monkeypatch.setattr(ready, "current_device", lambda: -1)

@@ -5,7 +5,7 @@ import torch
 from helpers import assert_correct, make_qkv
 
 import zyfa
-from zyfa.archs import default_config
+from zyfa.archs import plain_config
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.kernels.launch import attention_forward
 from zyfa.recipes import RECIPES
@@ -24,8 +24,7 @@ def arch():
 
 def config_for(recipe, head_dim, **change):
     key = AttentionKey("bf16" if recipe == "none" else "fp8", head_dim, head_dim, 8, 2, 1, 1024, 1024, True)
-    values = default_config(arch(), key).to_dict() | {"recipe": recipe} | change
-    return AttentionConfig.from_dict(values)
+    return AttentionConfig.from_dict(plain_config(arch(), key, recipe).to_dict() | change)
 
 
 def run(q, k, v, recipe, config, **same):

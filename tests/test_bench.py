@@ -13,8 +13,9 @@ import zyfa.interface
 from zyfa.archs import default_config
 from zyfa.config import AttentionConfig
 from zyfa.device import device_of_sku
+from zyfa.recipes import PRESETS
 from zyfa.reference import attention_ref, relative_error
-from zyfa.tuner import bench_cli, bench_speed, peers
+from zyfa.tuner import bench_alone, bench_cli, bench_speed, peers
 from zyfa.tuner.bench_accuracy import fault, measure, samples_in, samples_of
 from zyfa.tuner.bench_speed import Effort, rows_of, time_side_by_side
 from zyfa.tuner.inputs import CHECKOUT_ACTIVATIONS, Shape, normal
@@ -24,7 +25,7 @@ from zyfa.tuner.timing import Timing
 SHAPE = Shape(1, 96, 4, 2, 32)
 ROW_KEYS = {
     "name", "batch", "nheads", "nheads_k", "head_dim", "seqlen", "causal", "dtype", "recipe", "us", "us_lo", "us_hi",
-    "tflops", "path", "best_peer", "best_peer_us", "ratio",
+    "tflops", "roofline", "path", "best_peer", "best_peer_us", "ratio",
 }  # fmt: skip
 
 
@@ -322,13 +323,20 @@ def pretend_gpu(monkeypatch, tuned):
     """explain() as on an H200 whose database holds `tuned` for every call; calls still run on the CPU."""
 
     def explain(*qkv, causal, precision):
-        dtype = "fp8" if precision == "fp8" or qkv[0].element_size() == 1 else "bf16"
+        dtype = "fp8" if precision.startswith("fp8") or qkv[0].element_size() == 1 else "bf16"
         config = tuned or default_config("sm90", bench_speed.key_of(SHAPE, dtype, causal))
         call = types.SimpleNamespace(key=bench_speed.key_of(SHAPE, dtype, causal))
         choice = types.SimpleNamespace(match="exact", trust="measured")
         return types.SimpleNamespace(device=device_of_sku("h200"), call=call, choice=choice, config=config)
 
     monkeypatch.setattr(zyfa.interface, "explain", explain)
+    monkeypatch.setattr(bench_speed, "current_device", lambda index: device_of_sku("h200"))
+    monkeypatch.setattr(bench_alone, "kernel_alone", kernel_alone)
+
+
+def kernel_alone(qkv, config, arch, causal):
+    assert arch == "sm90"
+    return lambda: zyfa.attention(*qkv, causal=causal, precision="fp8", config=config)
 
 
 def test_ours_is_timed_tuned_and_default(sets, monkeypatch):
@@ -341,15 +349,19 @@ def test_ours_is_timed_tuned_and_default(sets, monkeypatch):
     assert [contender.name for contender in bench_speed.ours(sets, True, "bf16")] == ["zyfa"], "nothing to compare with"
 
 
+OURS_ALL = ["zyfa", "zyfa", "zyfa-fp8-inputs", "zyfa-fp8-kernel", "zyfa-fp8-kernel-balanced"]
+
+
 def test_a_whole_shape(sets, monkeypatch):
     pretend_gpu(monkeypatch, None)
     fakes = [peers.Peer("math", "bf16", _math_peer), peers.Peer("absent", "fp8", peers.fa3)]
     monkeypatch.setattr(peers.importlib, "import_module", _missing)
     made, absent = bench_speed.contenders_of(sets, True, ("bf16", "fp8"), fakes)
-    assert [c.name for c in made] == ["zyfa", "zyfa", "zyfa-fp8-inputs", "math"] and list(absent) == ["absent"]
+    assert [c.name for c in made] == [*OURS_ALL, "math"] and list(absent) == ["absent"]
     ref = attention_ref(*sets[1], causal=True)
     errors = [relative_error(contender.launches[1](), ref) for contender in made]
-    assert errors[0] < 0.01 and errors[3] < 0.01 and 0.01 < errors[1] < 0.15 and 0.01 < errors[2] < 0.15
+    assert errors[0] < 0.01 and errors[-1] < 0.01 and all(0.01 < error < 0.15 for error in errors[1:-1])
+    assert [c.recipe for c in made[3:5]] == ["tensor", PRESETS["balanced"]]
     result = bench_speed.measure_shape(SHAPE, True, ("bf16",), sets, Effort(3, 0.1), FakeSampler)
     assert {row["name"]: (row["best_peer"], row["ratio"]) for row in result.rows}["zyfa"] == ("sdpa-flash", 1.0)
     assert {"fa3", "sdpa-cudnn"} <= set(result.skipped) and "fa3-fp8" not in result.skipped
@@ -366,7 +378,8 @@ def test_speed_on_a_gpu(tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text())["rows"]
     assert all(set(row) == ROW_KEYS and row["us"] > 0 for row in rows)
-    assert {("zyfa", "bf16"), ("zyfa", "fp8"), ("zyfa-fp8-inputs", "fp8")} <= {(r["name"], r["dtype"]) for r in rows}
+    ours = {("zyfa", "bf16"), *((name, "fp8") for name in OURS_ALL)}
+    assert ours <= {(r["name"], r["dtype"]) for r in rows}
     assert any(row["name"].startswith("sdpa") for row in rows)
 
 

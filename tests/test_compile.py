@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from zyfa.archs import default_config
+from zyfa.archs import plain_config
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.tuner.compile import CompileFarm, compile_config, pin_environment, specialisation
 from zyfa.tuner.gate import gate, is_matrix
@@ -37,8 +37,8 @@ def empty_cache(monkeypatch, tmp_path):
         ("sm90", "fp8", ("QGMMA.64x", "IGMMA.64x")),
     ],
 )
-def test_default_configs_compile_without_spills_or_half_rate(arch, dtype, matrix):
-    config = default_config(arch, key(dtype))
+def test_plain_configs_compile_without_spills_or_half_rate(arch, dtype, matrix):
+    config = plain_config(arch, key(dtype))
     build = compile_config(key(dtype), config, arch)
     assert build.failure is None
     assert len(build.facts.loops) == 2  # without and with masks

@@ -11,7 +11,7 @@ import torch
 from fake_gpu import FakeDriver
 from helpers import make_qkv
 
-from zyfa.archs import default_config
+from zyfa.archs import plain_config
 from zyfa.config import AttentionKey
 from zyfa.kernels import driver, replay
 from zyfa.kernels.driver import _entry_sizes
@@ -43,7 +43,7 @@ def inputs_of(seed=0):
 def recorded(precision: str, descriptors: bool):
     """(launches, inputs) of a causal call on sm90."""
     key = AttentionKey(precision, 64, 64, 4, 2, 1, 200, 200, True)
-    config = dataclasses.replace(default_config("sm90", key), tensor_descriptors=descriptors)
+    config = dataclasses.replace(plain_config("sm90", key), tensor_descriptors=descriptors)
     recorder, inputs = Recorder(), inputs_of()
     with _target("sm90"):
         _start(recorder, inputs, config, "sm90", None, (-1, 0), 0.0, None, None)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.kernels import launch
 from zyfa.kernels.launch import attention_forward, runnable
 from zyfa.limits import knows_gluon, lds_bytes
 from zyfa.recipes import PRESETS
@@ -106,3 +107,55 @@ def test_quantised_calls_fall_back_for_features_but_not_for_layouts():
 def test_the_plain_config_is_left_alone():
     plain = AttentionConfig(64, 64, 4, 2)
     assert runnable(plain, "sm90", inputs(sink=torch.zeros(8)), 20.0) is plain
+
+
+class Descriptors:
+    """Starts nothing; keeps the grid of quantize and the descriptors of attn_gluon."""
+
+    def start(self, kernel, grid, args, constants):
+        if kernel.__name__ == "attn_gluon":
+            self.descriptors, self.options = args[:3], constants["c"]
+        else:
+            self.quantised = grid
+
+
+def fp8_inputs(head_dim=128, **change):
+    """What a call on FP8 inputs of (2, 300, 8 or 2 heads) starts."""
+    q, k, v = (torch.zeros(2, 300, n, head_dim).to(torch.float8_e4m3fn) for n in (8, 2, 2))
+    q = change.get("q", q)
+    scales = [torch.ones(2, n) for n in (8, 2, 2)]
+    started = Descriptors()
+    out = torch.empty(q.shape, dtype=torch.bfloat16)
+    same = (config(PRESETS["balanced"]), "sm90", None, (-1, 0), 0.0, None, None)
+    launch._start(started, (q, k, v, out, None, None, None, None, *scales), *same)
+    return started, q
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fp8_inputs_are_read_where_they_lie_and_only_v_moves(head_dim):
+    started, given = fp8_inputs(head_dim)
+    q, k, v = started.descriptors
+    assert q.base is given and (q.shape, q.strides) == (
+        [2, 8, 300, head_dim],
+        [2400 * head_dim, head_dim, 8 * head_dim, 1],
+    )
+    assert k.shape == [2, 2, 300, head_dim] and v.shape == [2, 2, head_dim, 384], "V in our buffer, padded"
+    assert started.quantised == (2 * 2 * 3,) and started.options.QK_QUANTISED and not started.options.QK_BLOCKS
+    apart = torch.zeros(2, 300, 8, 3 * head_dim).to(torch.float8_e4m3fn)[..., :head_dim]
+    assert fp8_inputs(head_dim, q=apart)[0].descriptors[0].strides[1:] == [3 * head_dim, 24 * head_dim, 1]
+
+
+def test_fp8_inputs_that_tma_does_not_reach_or_that_are_narrower_than_the_kernel_move():
+    started, _ = fp8_inputs(72)
+    assert started.descriptors[0].shape == [2, 8, 384, 128] and started.quantised == (2 * 12 * 3,)
+    odd = torch.zeros(2, 300, 8, 129).to(torch.float8_e4m3fn)[..., :128]
+    started, _ = fp8_inputs(q=odd)
+    assert started.descriptors[0].shape == [2, 8, 384, 128] and started.descriptors[1].shape == [2, 2, 384, 128]
+
+
+def test_fp8_inputs_compile():
+    q, k, v = (torch.empty((1, 4096, n, 128), dtype=torch.float8_e4m3fn, device="meta") for n in (32, 8, 8))
+    scales = [torch.empty(1, n, device="meta") for n in (32, 8, 8)]
+    with _target("sm90"), _captured_stderr():
+        kernel = attention_forward(q, k, v, config=config("head"), arch="sm90", descales=scales, compile_only=True)
+    assert "C75" not in ptxas_says(kernel.asm["ptx"])

@@ -8,7 +8,7 @@ import zyfa
 from zyfa.config import AttentionConfig
 from zyfa.limits import _gluon_scales
 from zyfa.recipes import RECIPES
-from zyfa.reference import attention_ref, relative_error
+from zyfa.reference import attention_ref, emulate, relative_error
 
 pytestmark = pytest.mark.gpu
 FP8 = [recipe.name for recipe in RECIPES.values() if _gluon_scales(recipe)]
@@ -126,6 +126,24 @@ def test_what_it_lacks_runs_on_the_plain_kernel():
     checked(q, k, v, gluon(), sink=torch.linspace(-1, 1, 8, device="cuda"))
     odd = torch.empty(2, 300, 8 * 128 + 1, device="cuda", dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 128))
     checked(odd.copy_(q), k, v, gluon())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(512, 512), (113, 203), (300, 1000)])
+def test_fp8_inputs(seqlen_q, seqlen_k, head_dim, causal):
+    """Q and K are read where they lie unless they are 72 wide; rows behind the ends, NaN here, must not be read."""
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in make_qkv(2, seqlen_q, seqlen_k + 50, 8, 2, head_dim, device="cuda"))
+    for x in (k, v):
+        x.view(torch.uint8)[:, seqlen_k:] = 0x7F
+    k, v = k[:, :seqlen_k], v[:, :seqlen_k]
+    scales = [torch.rand(2, n, device="cuda") + 0.5 for n in (8, 2, 2)]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    out = zyfa.attention(q, k, v, causal=causal, config=gluon("head"), **named)
+    exact = [x.double() * s[:, None, :, None].double() for x, s in zip((q, k, v), scales, strict=True)]
+    base = emulate(q, k, v, "head", arch="sm90", descales=scales, causal=causal)
+    ref = attention_ref(*exact, causal=causal)
+    assert relative_error(out, ref) <= 1.5 * relative_error(base, ref)
 
 
 @pytest.mark.parametrize("warps", [4, 8])

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from zyfa.archs import ARCHS, default_config
+from zyfa.archs import ARCHS, default_config, plain_config
 from zyfa.config import AttentionConfig, AttentionKey
-from zyfa.limits import LIMITS, broken_limit, lds_bytes
+from zyfa.limits import LIMITS, broken_limit, knows_gluon, lds_bytes
 from zyfa.recipes import PRESETS
 
 
@@ -149,6 +149,31 @@ def test_every_limit_has_a_case_here():
     tested = {name for _, _, name in BROKEN} | {"FP8 needs BLOCK_N >= 32", "sched_strategy needs Triton 3.8"}
     tested |= {"MX scales need gfx950's scaled matrix instructions", "this Triton has Gluon"}
     assert tested == {limit.name for limit in LIMITS}
+
+
+GLUON_TILE = AttentionConfig(128, 128, 8, 2, variant="gluon", ping_pong=True)
+HALF_TILE = dataclasses.replace(GLUON_TILE, BLOCK_N=64)
+BALANCED = PRESETS["balanced"]
+
+
+@pytest.mark.skipif(not knows_gluon(), reason="this Triton has no Gluon")
+@pytest.mark.parametrize(
+    "dtype, dims, recipe, want",
+    [
+        ("bf16", (128, 128), "", GLUON_TILE), ("fp16", (40, 64), "", GLUON_TILE), ("bf16", (256, 256), "", HALF_TILE),
+        ("bf16", (192, 128), "", HALF_TILE), ("bf16", (32, 32), "", AttentionConfig(64, 64, 4, 2)),
+        ("fp8", (128, 128), "", dataclasses.replace(GLUON_TILE, recipe=BALANCED)),
+        ("fp8", (64, 64), "tensor", dataclasses.replace(GLUON_TILE, recipe="tensor")),
+        ("fp8", (128, 128), "row", AttentionConfig(64, 128, 4, 2, recipe="row")),
+        ("fp8", (192, 128), "", AttentionConfig(64, 64, 8, 2, recipe=BALANCED)),
+    ],
+)  # fmt: skip
+def test_hoppers_default_is_the_gluon_tile_where_that_kernel_takes_the_call(dtype, dims, recipe, want, monkeypatch):
+    at = AttentionKey(dtype, *dims, 8, 2, 1, 2048, 2048, True)
+    assert default_config("sm90", at, recipe) == want
+    monkeypatch.setattr("zyfa.limits.knows_gluon", lambda: False)
+    plain = default_config("sm90", at, recipe)
+    assert plain == plain_config("sm90", at, recipe) and (plain.variant, plain.recipe) == ("triton", want.recipe)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -233,11 +233,12 @@ def test_mad_u64():
         ("v_lshrrev_b64 v[8:9], 36, v[0:1]", 0x123456789ABCDEF0 >> 36),
         ("v_lshl_add_u64 v[8:9], v[0:1], 2, s[2:3]", (0x123456789ABCDEF0 * 4 + 0x700000005) % 2**64),
         ("v_mov_b64_e32 v[8:9], v[0:1]", 0x123456789ABCDEF0),
+        ("v_mov_b64_e32 v[8:9], s[2:3]", 0x700000005),
     ],
 )
 def test_64_bits(text, want):
     w = execute(text, v={0: 0x9ABCDEF0, 1: 0x12345678}, s={2: 5, 3: 7})
-    assert int(w.u[8, 0]) | int(w.u[9, 0]) << 32 == want
+    assert all(int(w.u[8, lane]) | int(w.u[9, lane]) << 32 == want for lane in (0, 63))
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -253,6 +254,8 @@ def test_64_bits(text, want):
         ("v_cmp_le_i32_e64 s[0:1], v0, v1", LANE - 32 <= 3),
         ("v_cmp_gt_u32_e64 s[0:1], 4, v0", (LANE >= 32) & (LANE < 36)),
         ("v_cmp_ne_u32_e64 s[0:1], 0, v0", LANE != 32),
+        ("v_cmp_eq_u64_e64 s[0:1], s[10:11], v[0:1]", LANE == 39),
+        ("v_cmp_gt_u64_e64 s[0:1], s[10:11], v[0:1]", (LANE >= 32) & (LANE < 39)),
         ("v_cmp_u_f32_e64 s[0:1], v2, v2", LANE == 7),
         ("v_cmp_neq_f32_e64 s[0:1], 1.0, v2", LANE == 7),
         ("v_cmp_gt_f32_e64 s[0:1], 2.0, v2", LANE != 7),
@@ -260,7 +263,7 @@ def test_64_bits(text, want):
 )
 def test_compares_make_masks(text, want):
     v = {0: LANE - 32, 1: 3, 2: np.where(LANE == 7, np.float32(NAN), np.float32(1))}
-    w = execute(text, v=v, s={8: 5})
+    w = execute(text, v=v, s={8: 5, 10: 7, 11: 3})
     assert w.s[0] | w.s[1] << 32 == bits_of(want)
 
 

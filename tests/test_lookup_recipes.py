@@ -6,7 +6,7 @@ import pytest
 from databases import CONFIG, H200, a_key, add_ok
 
 from zyfa import lookup
-from zyfa.archs import default_config
+from zyfa.archs import default_config, plain_config
 from zyfa.config import AttentionConfig
 from zyfa.lookup import _with_recipe, choose, faster_plain, withdraw
 from zyfa.recipes import PRESETS
@@ -64,7 +64,7 @@ def test_a_tile_that_does_not_fit_the_recipe_gives_way_to_the_default():
         add_ok(store, KEY, wide)
     assert choose(KEY, H200).config == wide
     choice = choose(KEY, H200, "bf16qk")
-    assert choice.config == dataclasses.replace(default_config("sm90", KEY), recipe="bf16qk")
+    assert choice.config == default_config("sm90", KEY, "bf16qk")
 
 
 def test_no_database_means_the_default_tile_with_the_recipe():
@@ -88,7 +88,7 @@ def test_a_row_of_a_recipe_that_fails_is_withdrawn_for_that_recipe_only():
     assert choose(KEY, H200, FAST.recipe).config == FAST
     with pytest.warns(RuntimeWarning, match="failed to launch"):
         assert withdraw(KEY, H200, RuntimeError("ptxas"), FAST.recipe)
-    assert choose(KEY, H200, FAST.recipe).config == dataclasses.replace(default_config("sm90", KEY), recipe=FAST.recipe)
+    assert choose(KEY, H200, FAST.recipe).config == plain_config("sm90", KEY, FAST.recipe)
     assert choose(KEY, H200).config == WINNER
 
 

@@ -9,7 +9,7 @@ from helpers import assert_correct, make_qkv
 
 import zyfa
 from zyfa import lookup
-from zyfa.archs import default_config
+from zyfa.archs import plain_config
 
 on_cpu = pytest.mark.filterwarnings("ignore:.*no tuned config:RuntimeWarning")
 
@@ -177,7 +177,7 @@ def arguments(precision, descriptors):
     key = zyfa.AttentionKey("bf16" if precision == "bf16" else "fp8", 128, 128, 8, 2, 1, 700, 700, True)
     arch = zyfa.device.current_device(0).arch
     descriptors = descriptors and arch == "sm90"
-    config = dataclasses.replace(default_config(arch, key), tensor_descriptors=descriptors)
+    config = dataclasses.replace(plain_config(arch, key), tensor_descriptors=descriptors)
     return {"causal": True, "precision": precision, "config": config, "return_lse": True}
 
 

@@ -60,7 +60,7 @@ def test_a_withdrawn_config_is_used_by_no_signature_of_its_cell(gpu):
     zyfa.attention(*qkv())
     assert gpu.last().config == A
     gpu.fail = RuntimeError("ptxas died")
-    with pytest.warns(RuntimeWarning, match="the default runs instead"):
+    with pytest.warns(RuntimeWarning, match="the plain default runs instead"):
         zyfa.attention(*qkv(seqlen=90))  # the same cell
     for seqlen in (90, 96, 90, 96):
         zyfa.attention(*qkv(seqlen=seqlen))

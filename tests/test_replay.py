@@ -131,7 +131,7 @@ def test_an_interpreted_kernel_is_not_replayable():
 @pytest.mark.parametrize("kind", ["pointers", "descriptors", "gluon"])
 def test_replays_compute_what_first_calls_compute(precision, kind):
     key = zyfa.AttentionKey("bf16" if precision == "bf16" else "fp8", 128, 128, 8, 2, 1, 700, 700, True)
-    config = dataclasses.replace(zyfa.archs.default_config("sm90", key), tensor_descriptors=kind == "descriptors")
+    config = dataclasses.replace(zyfa.archs.plain_config("sm90", key), tensor_descriptors=kind == "descriptors")
     if kind == "gluon":
         config = AttentionConfig(128, 128, 8, 2, recipe=config.recipe, variant="gluon")
     for seed in range(3):  # the first call records, the others replay on other tensors

@@ -4,7 +4,7 @@ import pytest
 from databases import TOOLS, a_key, make_db
 
 from zyfa import interface, lookup, toolchain
-from zyfa.archs import default_config
+from zyfa.archs import default_config, plain_config
 from zyfa.checks import Call
 from zyfa.config import AttentionConfig, cell_of
 from zyfa.device import device_of_sku
@@ -139,13 +139,23 @@ def test_a_row_that_does_not_compile_is_withdrawn_once():
             raise RuntimeError("PassManager::run failed")
         return "out", "lse"
 
-    with pytest.warns(RuntimeWarning, match="failed to launch and the default runs instead: .*PassManager") as caught:
+    with pytest.warns(RuntimeWarning, match="and the plain default runs instead: .*PassManager") as caught:
         for _ in range(2):
             assert interface._launched(launch, a_call(), None, H200) == ("out", "lse")
-    default = default_config("sm90", a_key())
+    default = plain_config("sm90", a_key())
     assert launched == [A, default, default] and len(caught) == 1
     assert any("failed to launch" in miss for miss in choose(a_key(), H200).misses)
     assert cell_of(a_key(600)) != cell_of(a_key()) and choose(a_key(600), H200).config == A  # other cells keep it
+
+
+def test_a_gluon_default_that_does_not_compile_gives_way_to_the_plain_kernel():
+    def launch(config):
+        if config.variant == "gluon":
+            raise RuntimeError("ptxas")
+        return config
+
+    with pytest.warns(RuntimeWarning, match=r"default_config\(\).*the plain default runs instead"):
+        assert interface._launched(launch, a_call(), None, H200) == plain_config("sm90", a_key())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no config helps"), ValueError("sink")])

@@ -194,8 +194,8 @@ def _median_table(rows: Sequence[Accuracy]) -> Table:
 def speed(seq_lens, dtypes, head_dims, heads, batch, causal, quick, json_path) -> None:
     """Device time of zyfa.attention (tuned and default config) and of every installed peer, interleaved in one run.
 
-    FP8 is timed end to end, quantisation included, and on inputs that are FP8 already. Exits with 1 when zyfa itself
-    could not be timed; a peer that is missing or fails is named.
+    FP8 is timed end to end, quantisation included, on inputs that are FP8 already, and its attention kernel alone.
+    Exits with 1 when zyfa itself could not be timed; a peer that is missing or fails is named.
     """
     from .bench_speed import DEFAULT, METHOD, QUICK, input_sets, measure_shape
 
@@ -222,16 +222,49 @@ def _speed_table(shape: Shape, causal: bool, result) -> Table:
     table = _table(
         f"seqlen {seqlen}, {'causal' if causal else 'full'}, batch {batch}, heads {nheads}:{nheads_k}, D{head_dim}",
         ("name", "dtype"),
-        ("us", "lo .. hi", "TFLOPS", "best peer / this", "spread", "best peer"),
+        ("us", "lo .. hi", "TFLOPS", "of peak", "best peer / this", "spread", "best peer"),
     )
     for row, spread in sorted(zip(result.rows, result.spreads, strict=True), key=lambda pair: pair[0]["us"]):
         table.add_row(
             row["name"], row["dtype"], f"{row['us']:.1f}", f"{row['us_lo']:.1f} .. {row['us_hi']:.1f}",
-            f"{row['tflops']:.0f}", f"{row['ratio']:.2f}" if row["ratio"] else "",
+            f"{row['tflops']:.0f}", f"{row['roofline']:.0%}" if row["roofline"] else "",
+            f"{row['ratio']:.2f}" if row["ratio"] else "",
             f"{spread[0]:.2f} .. {spread[1]:.2f}" if spread else "", row["best_peer"] or "",
         )  # fmt: skip
     table.caption = _skipped(result.skipped)
     return table
+
+
+@cli.command()
+@_option("--seq-lens", "8k,16k,32k", parse_seq_lens, "Like 512..32k or 512,1000,4k.")
+@_option("--head-dims", "128", _head_dims, "Head dims.")
+@_option("--heads", "32:8", parse_heads, "Query heads:KV heads.")
+@click.option("--rounds", type=click.IntRange(3, 1000), default=15, help="Of each shape.")
+@json_option
+def quantise(seq_lens, head_dims, heads, rounds, json_path) -> None:
+    """Device time and bandwidth of the quantisers of each preset, beside a device copy of as many bytes."""
+    from zyfa.device import current_device
+
+    from .bench_alone import QUANTISE_METHOD, measure_quantisers
+    from .bench_speed import input_sets
+
+    _need_gpu()
+    arch = current_device(0).arch
+    rows: list[dict] = []
+    for shape in [Shape(1, n, h, hk, d) for d in head_dims for h, hk in heads for n in seq_lens]:
+        rows += measure_quantisers(shape, input_sets(shape, "cuda"), arch, rounds)
+        torch.cuda.empty_cache()
+    table = _table(
+        "Quantisers", ("preset", "recipe"), ("seqlen", "MB", "us", "lo .. hi", "GB/s", "copy GB/s", "of copy")
+    )
+    for row in rows:
+        table.add_row(
+            row["name"], row["recipe"], str(row["seqlen"]), f"{row['mb']:.0f}", f"{row['us']:.1f}",
+            f"{row['us_lo']:.1f} .. {row['us_hi']:.1f}", f"{row['gb_s']:.0f}", f"{row['copy_gb_s']:.0f}",
+            f"{row['ratio']:.0%}",
+        )  # fmt: skip
+    _print(table)
+    _write(json_path, QUANTISE_METHOD, rows, "cuda")
 
 
 @cli.command()

@@ -1,7 +1,8 @@
 """zyfa.attention against every installed peer: device time of all contenders side by side, and host time per call."""
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -9,18 +10,20 @@ import torch
 
 from zyfa.archs import default_config
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.device import Device, current_device
+from zyfa.recipes import PRESETS
 from zyfa.reference import relative_error
 
 from .evaluate import LAST_CACHE_BYTES, MAX_CALLS, ROUND_FLOPS
 from .inputs import QKV, Shape, outlier_channels
 from .peers import PEERS, Contender, Peer, first_line, quantise_per_tensor
 from .plan import flops
-from .timing import GraphSampler, Timing, interval, paired
+from .rates import DEVICES, peak_tflops
+from .timing import GraphSampler, MakeSampler, Sampler, Timing, interval, paired, rested
 
 OURS = "zyfa"
 CHECKED_ROWS = 128  # at either end of the queries: a causal mask shows in the first, the length of the keys in the last
 MAX_DIFFERENCE = 0.5  # relative; per-tensor FP8 is 10 to 20 % away on these inputs, a wrong mask or layout 100 %
-MAX_GAP_S = 0.05
 METHOD = (
     "CUDA graph replays; a replay holds one call for each of several input sets that together exceed the last-level "
     "cache; all contenders of a shape interleaved in one run in rotating order, before each sample an idle gap as long "
@@ -28,9 +31,6 @@ METHOD = (
     "is the fastest peer that starts from inputs of the same dtype and multiplies no fewer bits; ratio = best_peer_us "
     "/ us."
 )
-
-Sampler = Callable[[], float]
-MakeSampler = Callable[[Sequence[Callable[[], object]]], Sampler]
 
 
 class Effort(NamedTuple):
@@ -111,6 +111,25 @@ def ours_fp8_inputs(sets: Sequence[QKV], causal: bool) -> Contender:
     return Contender(f"{OURS}-fp8-inputs", "fp8", "fp8", "tensor", f"quantised outside the timing, {path}", launches)
 
 
+def ours_fp8_kernel(sets: Sequence[QKV], causal: bool) -> Iterator[Contender]:
+    """The attention kernel of precision="fp8" by itself: with one scale a tensor, as FA3's has, and as balanced."""
+    from .bench_alone import kernel_alone
+
+    arch = _device_of(sets).arch
+    for name, preset in (("kernel", "per_tensor"), ("kernel-balanced", "balanced")):
+        _, config, _ = _chosen(sets[0], causal, "fp8")
+        if config.recipe == "none":  # BF16 was faster end to end
+            _, config, _ = _chosen(sets[0], causal, f"fp8:{preset}")
+        config = dataclasses.replace(config, recipe=PRESETS[preset])
+        path = f"kernel alone, quantised outside the timing: {config}"
+        launches = [kernel_alone(qkv, config, arch, causal) for qkv in sets]
+        yield Contender(f"{OURS}-fp8-{name}", "fp8", "fp8", config.recipe, path, launches)
+
+
+def _device_of(sets: Sequence[QKV]) -> Device:
+    return current_device(sets[0][0].device.index or 0)
+
+
 def contenders_of(
     sets: Sequence[QKV], causal: bool, dtypes: Iterable[str], peers: Sequence[Peer] = PEERS
 ) -> tuple[list[Contender], dict[str, str]]:
@@ -120,7 +139,7 @@ def contenders_of(
     for dtype in dtypes:
         made += ours(sets, causal, dtype)
         if dtype == "fp8":
-            made.append(ours_fp8_inputs(sets, causal))
+            made += [ours_fp8_inputs(sets, causal), *ours_fp8_kernel(sets, causal)]
     for peer in peers:
         if peer.dtype == "fp8" and "fp8" not in dtypes:
             continue
@@ -148,7 +167,7 @@ def time_side_by_side(
             wanted = got if wanted is None else wanted
             _check_same(got, wanted)
             launches = [contender.launches[i % len(contender.launches)] for i in range(calls)]
-            sampler = _rested(make_sampler(launches), calls)
+            sampler = rested(make_sampler(launches), calls)
         except Exception as error:  # as above
             if not ready:
                 raise
@@ -177,25 +196,17 @@ def _seconds(samplers: Iterable[Sampler]) -> float:
     return time.perf_counter() - start
 
 
-def _rested(sampler: Sampler, calls: int) -> Sampler:
-    """The sampler after a pause as long as its replay and one untimed replay.
-
-    A board that runs back to back hits its power limit, and every kernel is then a tenth slower.
-    """
-    gap_s = min(MAX_GAP_S, max(0.005, sampler() * calls * 1e-3))
-
-    def rested() -> float:
-        time.sleep(gap_s)
-        sampler()
-        return sampler()
-
-    return rested
-
-
 def rows_of(
-    shape: Shape, causal: bool, timed: Sequence[tuple[Contender, Timing]], skipped: dict[str, str]
+    shape: Shape,
+    causal: bool,
+    timed: Sequence[tuple[Contender, Timing]],
+    skipped: dict[str, str],
+    sku: str | None = None,
 ) -> ShapeResult:
-    """The rows of one shape; peers are compared like everybody else, so the best one has ratio 1."""
+    """The rows of one shape; peers are compared like everybody else, so the best one has ratio 1.
+
+    sku: of the GPU; roofline is the share of its documented peak at the row's dtype, None where no document is known.
+    """
     work = flops(key_of(shape, "bf16", causal))
     rows, spreads = [], []
     for contender, timing in timed:
@@ -206,11 +217,17 @@ def rows_of(
             "name": contender.name, "batch": shape.batch, "nheads": shape.nheads, "nheads_k": shape.nheads_k,
             "head_dim": shape.head_dim, "seqlen": shape.seqlen, "causal": causal, "dtype": contender.dtype,
             "recipe": contender.recipe, "us": us, "us_lo": timing.ms_lo * 1e3, "us_hi": timing.ms_hi * 1e3,
-            "tflops": work / us / 1e6, "path": contender.path, "best_peer": best.name if best else None,
+            "tflops": work / us / 1e6, "roofline": roofline(work / us / 1e6, sku, contender.dtype),
+            "path": contender.path, "best_peer": best.name if best else None,
             "best_peer_us": best_us, "ratio": best_us / us if best_us else None,
         })  # fmt: skip
         spreads.append(_spread(best_timing, timing) if best_timing else None)
     return ShapeResult(rows, spreads, skipped)
+
+
+def roofline(tflops: float, sku: str | None, dtype: str) -> float | None:
+    """tflops over the peak of dense products of a dtype on a SKU; None if that is not known."""
+    return tflops / peak_tflops(DEVICES[sku], dtype) if sku in DEVICES else None
 
 
 def _is_rival(peer: Contender, contender: Contender) -> bool:
@@ -234,4 +251,4 @@ def measure_shape(
     contenders, absent = contenders_of(sets, causal, dtypes)
     calls = max(len(sets), min(MAX_CALLS, int(ROUND_FLOPS / flops(key_of(shape, "bf16", causal)))))
     timed, failed = time_side_by_side(contenders, calls, effort, make_sampler)
-    return rows_of(shape, causal, timed, absent | failed)
+    return rows_of(shape, causal, timed, absent | failed, _device_of(sets).sku)

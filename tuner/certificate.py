@@ -5,7 +5,6 @@ Beside them stands the worst error that the recipe states (recipes.py), which is
 what lost a layer there may lose one here, and a wheel, which has no samples, is no less strict than a checkout.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -91,7 +90,7 @@ def kernel(arch: str, device: torch.device) -> Attend:
         q, k, v = (guarded(x, device) for x in qkv)
         _, seqlen, nheads, head_dim = q.shape
         key = AttentionKey("fp8", head_dim, v.shape[3], nheads, k.shape[2], 1, seqlen, seqlen, causal)
-        config = dataclasses.replace(default_config(arch, key), recipe=recipe)
+        config = default_config(arch, key, recipe)
         if limit := broken_limit(config, key, arch):
             raise CannotRunError(limit)
         out = torch.full((1, seqlen, nheads, v.shape[3]), math.nan, dtype=q.dtype, device=device)

@@ -244,7 +244,7 @@ def check_list(arch: str) -> Iterator[Check]:
         for head_dim, nheads_k in ((64, 8), (128, 2), (256, 8)):
             for causal in (True, False):
                 key = AttentionKey(dtype, head_dim, head_dim, 8, nheads_k, 2, 1000, 1000, causal)
-                config = dataclasses.replace(default_config(arch, key), recipe=recipe)
+                config = default_config(arch, key, recipe)
                 while broken_limit(config, key, arch) and config.num_stages > 1:  # 16-bit K tiles are twice as large
                     config = dataclasses.replace(config, num_stages=config.num_stages - 1)
                 mask = "causal" if causal else "full"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zyfa.config import AttentionConfig, AttentionKey, octave
 from zyfa.limits import operand_bytes
-from zyfa.recipes import RECIPES
+from zyfa.recipes import RECIPES, Recipe
 
 from .facts import Facts, Loop
 from .gate import half_rate, is_matrix
@@ -171,25 +171,28 @@ def _unit_slots(loop: Loop, run: _Run, exp_slots: float, overlap: float) -> floa
 # --- the prediction ----------------------------------------------------------------------------------------------
 
 
-def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
-    """Time of the quantisers: bytes over bandwidth, and launches.
+def quantiser_work(key: AttentionKey, recipe: Recipe) -> tuple[int, int]:
+    """(bytes that the quantisers read and write, launches), without the small sums and scales.
 
-    Scales wider than a block and the statistics of the smoothing steps need a pass over the data before, the latter in
-    two kernels.
+    Scales wider than a block and the statistics of the smoothing steps need a pass over the data before.
     """
-    if config.recipe == "none":
-        return 0.0
-    recipe = RECIPES[config.recipe]
     q = key.batch * key.seqlen_q * key.nheads * key.head_dim
     k, v = (key.batch * key.seqlen_k * key.nheads_k * dim for dim in (key.head_dim, key.head_dim_v))
     converted = v if recipe.qk == "bf16" else q + k + v
     scanned = k * (recipe.k_mean or recipe.equalise) + q * (recipe.q_mean or recipe.equalise)
-    launches = 3 if scanned else 1
+    launches = 2 if scanned else 1
     if recipe.granularity in ("head", "tensor"):
         scanned, launches = converted, 2
     elif recipe.v_scaled_by in ("head", "channel"):
         scanned, launches = scanned + v, launches + 1
-    moved = 3 * converted + 2 * scanned  # bytes: 16 bits in and 8 out, and 16 in for statistics
+    return 3 * converted + 2 * scanned, launches  # 16 bits in and 8 out, and 16 in for statistics
+
+
+def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
+    """Time of the quantisers: bytes over bandwidth, and launches."""
+    if config.recipe == "none":
+        return 0.0
+    moved, launches = quantiser_work(key, RECIPES[config.recipe])
     return moved / (device.hbm_tb_s * 1e9 * fit.quantiser_fraction) + launches * fit.launch_ms
 
 

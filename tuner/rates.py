@@ -35,6 +35,15 @@ DEVICES = {
 }
 
 
+PEAK_FLOP = {"gfx950": 4096, "gfx942": 2048, "sm90": 4096}  # 16-bit dense, a clock and unit; 8 bits: twice as many
+
+
+def peak_tflops(device: Device, dtype: str) -> float:
+    """What its data sheet promises for dense products: H200 989 in BF16, 1979 in FP8; MI355X 2516 and 5033."""
+    per_clock = PEAK_FLOP[device.arch] * (2 if dtype == "fp8" else 1)
+    return device.units * device.clock_ghz * per_clock / 1e3
+
+
 class Rates(NamedTuple):
     """Documented slots and bytes of one architecture."""
 

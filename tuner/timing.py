@@ -7,6 +7,7 @@ between two events, so that the time of the host (8 to 40 us a launch) stays out
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,10 @@ ENOUGH = 0.005  # half width of the interval, relative to the median, at which m
 MIN_GAIN = 0.005  # a candidate must beat the default config by this much in the paired rounds
 STORED_GAIN = 0.01  # and a stored winner by this: a row that changes at every run is no use to anyone
 CONFIDENCE_Z = 1.96  # 95 %
+MAX_GAP_S = 0.05
+
+Sampler = Callable[[], float]
+MakeSampler = Callable[[Sequence[Callable[[], object]]], Sampler]
 
 
 class Timing(NamedTuple):
@@ -90,6 +95,21 @@ def _heat(sample: Callable[[], float], calls: int, heat_ms: float, best_ms: floa
 def _hopeless(samples: Sequence[float], best_ms: float | None) -> bool:
     """Even its fastest round is too slow; one slow round (a clock change, a neighbour) decides nothing."""
     return best_ms is not None and any(n <= len(samples) and min(samples) > r * best_ms for n, r in GIVE_UP)
+
+
+def rested(sampler: Sampler, calls: int) -> Sampler:
+    """The sampler after a pause as long as its replay and one untimed replay.
+
+    A board that runs back to back hits its power limit, and every kernel is then a tenth slower.
+    """
+    gap_s = min(MAX_GAP_S, max(0.005, sampler() * calls * 1e-3))
+
+    def after_a_gap() -> float:
+        time.sleep(gap_s)
+        sampler()
+        return sampler()
+
+    return after_a_gap
 
 
 def paired(samplers: Sequence[Callable[[], float]], rounds: int) -> list[Timing]:

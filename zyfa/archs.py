@@ -36,18 +36,37 @@ ARCHS: dict[str, Arch] = {
 }
 
 
-def default_config(arch: str, key: AttentionKey) -> AttentionConfig:
-    """The config for a key when no database knows better: legal for every shape, good for none in particular.
+def plain_config(arch: str, key: AttentionKey, recipe: str = "") -> AttentionConfig:
+    """The tile of attn_fwd that is legal for every shape and feature; recipe: of FP8, "" is that of "balanced".
 
     AMD: 32 rows a wave fill one 32x32 MFMA. Hopper: the tile that one public sweep at 8k found best (BF16 64x64,
     FP8 64x128; four warps). Head dims above 128 halve BLOCK_N so that the tiles keep fitting, and FP8 on Hopper, which
     holds two accumulators, takes eight warps: four spill 368 bytes a thread.
     """
     fp8 = key.dtype == "fp8"
-    recipe = PRESETS["balanced"] if fp8 else "none"
+    recipe = (recipe or PRESETS["balanced"]) if fp8 else "none"
     wide = max(key.head_dim, key.head_dim_v) > 128
     if arch.startswith("gfx"):
         block_n = 32 if wide and not fp8 else 64
         return AttentionConfig(128, block_n, 4, 1 if wide or arch == "gfx942" else 2, recipe=recipe)
     block_n = (64 if wide else 128) if fp8 else (32 if wide else 64)
     return AttentionConfig(64, block_n, 8 if wide and fp8 else 4, 2, recipe=recipe)
+
+
+def default_config(arch: str, key: AttentionKey, recipe: str = "") -> AttentionConfig:
+    """The config for a key when no database knows better; recipe: of FP8, "" is that of "balanced".
+
+    On Hopper the Gluon kernel where it takes the key and the recipe, with two consumers in turns: in a tuning run on an
+    H200 it won all 28 cells of the default grid, 26 of them with this tile. Else, and where the installed Triton has no
+    Gluon, plain_config(). What it lacks beyond the key (softcap, sinks, packed sequences) runs the plain tile, too.
+    """
+    plain = plain_config(arch, key, recipe)
+    if arch != "sm90":
+        return plain
+    from .limits import broken_limit  # late: it imports this module
+
+    for block_n in (128, 64):
+        gluon = AttentionConfig(128, block_n, 8, 2, recipe=plain.recipe, variant="gluon", ping_pong=True)
+        if broken_limit(gluon, key, arch) is None:
+            return gluon
+    return plain

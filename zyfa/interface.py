@@ -209,7 +209,7 @@ def _choice_for(call: Call, device: Device) -> Choice:
 
 
 def _launched(launch, call: Call, config: AttentionConfig | None, device: Device):
-    """Launches; a config of a database that does not compile or fit here is withdrawn and the default runs."""
+    """Launches; a config that we chose and that does not compile or fit here is withdrawn and the plain one runs."""
     try:
         return launch(config=_config_for(call, config, device))
     except (ValueError, TypeError, torch.OutOfMemoryError):  # the caller's arguments, or memory: no config helps

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from zyfa.tuning_db import reader
 
-from .archs import ARCHS, default_config
+from .archs import ARCHS, default_config, plain_config
 from .config import AttentionConfig, AttentionKey, Cell, cell_of, octave_of
 from .device import Device
 from .errors import DatabaseError
@@ -107,7 +107,7 @@ def _with_recipe(config: AttentionConfig, key: AttentionKey, device: Device, rec
     wider = config.variant == "triton" and RECIPES[recipe].qk == "bf16" and RECIPES[config.recipe].qk != "bf16"
     wanted = dataclasses.replace(config, recipe=recipe, num_stages=max(config.num_stages - wider, 1))
     if device.arch in ARCHS and broken_limit(wanted, key, device.arch):
-        wanted = dataclasses.replace(default_config(device.arch, key), recipe=recipe)
+        wanted = default_config(device.arch, key, recipe)
     return wanted
 
 
@@ -122,23 +122,23 @@ def faster_plain(fp8: Choice, key: AttentionKey, device: Device) -> Choice:
 
 
 def withdraw(key: AttentionKey, device: Device, error: Exception, recipe: str = "") -> bool:
-    """Replaces the row that a call was given, and that failed to launch, by the default; False if there was none.
+    """Replaces the config that a call was given, and that failed to launch, by the plain one; False if it was that.
 
-    For this process, the cell and the named recipe only; one warning. A compiler other than the row's may refuse what
-    that one compiled.
+    Not by the default: it may be the one that failed, or fail for the same reason. For this process, the cell and the
+    named recipe only; one warning. A compiler other than the row's may refuse what that one compiled.
     """
     global generation
     at = device.sku_key, cell_of(key), recipe
     failed = _chosen.get(at)
-    if failed is None or failed.row is None:
+    default = plain_config(device.arch, key, recipe)
+    if failed is None or failed.config == default:
         return False
     reason = f"{type(error).__name__}: {str(error).strip()[:200]}"
-    told = f"{failed.match} {failed.trust}: {failed.database}: row {failed.config.to_json()} failed to launch: {reason}"
-    default = default_config(device.arch, key)
-    default = dataclasses.replace(default, recipe=recipe or default.recipe)
+    source = str(failed.database or "default_config()")
+    told = f"{failed.match} {failed.trust}: {source}: {failed.config.to_json()} failed to launch: {reason}"
     _chosen[at] = Choice(default, "default", "none", None, None, (*failed.misses, told))
     generation += 1
-    _warn(str(failed.database), f"a config failed to launch and the default runs instead: {reason}")
+    _warn(source, f"a config failed to launch and the plain default runs instead: {reason}")
     return True
 
 

@@ -182,6 +182,7 @@ def target(ins: Instruction, text: str, kind: str) -> Callable[[Wave, np.ndarray
 
     def put(w: Wave, value) -> None:
         if kind == "q":
+            value = np.broadcast_to(value, 64)  # a scalar pair has one number for all lanes
             value = np.stack([value & np.uint64(0xFFFFFFFF), value >> np.uint64(32)]).astype(np.uint32)
         bank = w.f if kind in "fF" else w.i if kind == "i" else w.u
         if w.full:

@@ -162,6 +162,7 @@ _TESTS = {name: _FLOAT_TESTS[name] for name in ("lt", "eq", "le", "gt", "ge")} |
 TABLE |= {f"v_cmp_{name}_f32": ("m", "ff", test) for name, test in _FLOAT_TESTS.items()}
 TABLE |= {f"v_cmp_{name}_i32": ("m", "ii", test) for name, test in _TESTS.items()}
 TABLE |= {f"v_cmp_{name}_u32": ("m", "uu", test) for name, test in _TESTS.items()}
+TABLE |= {f"v_cmp_{name}_u64": ("m", "qq", test) for name, test in _TESTS.items()}
 
 
 def base_name(op: str) -> tuple[str, str]:

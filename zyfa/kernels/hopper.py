@@ -36,16 +36,17 @@ def _descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: li
     return TensorDescriptor(x, shape, strides, [1, 1, *block], layout)
 
 
-def _rows_of(x: torch.Tensor, strides: tuple[int, int, int], quantised: bool, block: list[int]) -> TensorDescriptor:
+def _rows_of(x: torch.Tensor, strides: tuple[int, int, int], buffered: bool, block: list[int]) -> TensorDescriptor:
     """The descriptor of an input (batch, rows, heads, width), or of an eight-bit buffer (batch, heads, rows, width)."""
     b, row, head = strides
-    shape = list(x.shape) if quantised else [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
+    shape = list(x.shape) if buffered else [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
     return _descriptor(x, shape, [b, head, row, 1], block)
 
 
 def _descriptors(ops: Operands, config: AttentionConfig, shape: Shape) -> tuple[TensorDescriptor, ...]:
-    q = _rows_of(ops.q, ops.strides_q, ops.qk_quantised, [ROWS, shape.block_d])
-    k = _rows_of(ops.k, ops.strides_k, ops.qk_quantised, [config.BLOCK_N, shape.block_d])
+    buffered = ops.qk_quantised and not ops.in_place
+    q = _rows_of(ops.q, ops.strides_q, buffered, [ROWS, shape.block_d])
+    k = _rows_of(ops.k, ops.strides_k, buffered, [config.BLOCK_N, shape.block_d])
     block_v = [shape.block_dv, config.BLOCK_N] if ops.v_quantised else [config.BLOCK_N, shape.block_dv]
     return q, k, _rows_of(ops.v, ops.strides_v, ops.v_quantised, block_v)
 

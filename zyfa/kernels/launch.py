@@ -1,13 +1,12 @@
 """From checked tensors and a config to launches: options, grids, the arguments of the attention kernel, and replays."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 import triton
 
-from ..archs import ARCHS, Arch, default_config
+from ..archs import ARCHS, Arch, plain_config
 from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
@@ -77,13 +76,21 @@ def prepare_operands(
         elif recipe.qk != "bf16" and arch.vendor == "nvidia":
             shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
         gluon = config.variant == "gluon"
-        run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon)
+        in_place = bool(descales) and gluon and _in_place(shape, q, k)
+        run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon, in_place)
         ops = run.run(q, k, v, descales)
     return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape
 
 
+def _in_place(shape: Shape, *x: torch.Tensor) -> bool:
+    """Whether TMA reads FP8 Q and K where they lie: their width is the kernel's, and their ends become zeros."""
+    from .hopper import reaches
+
+    return shape.head_dim == shape.block_d and all(map(reaches, x))
+
+
 def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: float) -> AttentionConfig:
-    """The config, or the plain kernel's default where the Gluon kernel lacks what this call asks for.
+    """The config, or the plain kernel's tile where the Gluon kernel lacks what this call asks for.
 
     What is no part of a key decides here: softcap, sink, packed sequences (TMA cannot zero the end of each), layouts
     that TMA does not reach. inputs as in _start.
@@ -100,7 +107,7 @@ def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: floa
             return config
     dtype = "bf16" if config.recipe == "none" else "fp8"
     key = AttentionKey(dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], 1, q.shape[-3], k.shape[-3], False)
-    return dataclasses.replace(default_config(arch, key), recipe=config.recipe)
+    return plain_config(arch, key, config.recipe)
 
 
 def attention_forward(

@@ -8,15 +8,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..archs import Arch
 from ..config import AttentionConfig, octave
 from ..recipes import FP8_MAX, INT8_MAX, MX_GROUP, QUANT_ROWS, Recipe, p_offset
-from .quantize import block_amax, channel_amax, column_statistics, column_sums, quantize
+from .quantize import channel_amax, chunk_amax, column_sums, quantize
 from .replay import Compiler, Recorder
 
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
-CHANNELS = 16  # of one program that turns sums into means: a KV head is spread over several programs
-CHUNKS = 64  # partial sums of each head's statistics: enough programs to fill a GPU from 8 heads on
-
-
-_WHOLE = ("head", "tensor")  # granularities whose scales need block_amax first
+# Chunks of a head in a first pass, few or many: every program of quantize reads the results of its head's chunks again,
+# from L2 (512 bytes a chunk and sum at head dim 128; its own block has 32 KB), and each pair of counts is a build.
+CHUNKS = (8, 32)
+PROGRAMS = 512  # of a first pass: about what a GPU holds at a time
+_WHOLE = ("head", "tensor")  # granularities whose scales need chunk_amax first
 
 
 class Shape(NamedTuple):
@@ -52,6 +52,15 @@ class Shape(NamedTuple):
     def rows8_k(self) -> int:
         return self._rows8(self.total_k, self.seqlen_k)
 
+    @property
+    def blocks_q(self) -> int:
+        """Blocks of QUANT_ROWS rows of one head, of the longest with varlen."""
+        return -(-self.seqlen_q // QUANT_ROWS)
+
+    @property
+    def blocks_k(self) -> int:
+        return -(-self.seqlen_k // QUANT_ROWS)
+
     def _rows8(self, total: int, seqlen: int) -> int:
         blocks = -(-total // QUANT_ROWS) + self.batch if self.varlen else -(-seqlen // QUANT_ROWS)
         return blocks * QUANT_ROWS
@@ -74,6 +83,7 @@ class Operands(NamedTuple):
     v_scales: str = "none"  # "none", "head", "block" or "channel"
     p_offset: int = 0
     v_transposed: bool = False
+    in_place: bool = False  # Q and K in eight bits lie as the caller gave them, in no buffer of ours
     k_descriptor: int = 0
     v_descriptor: int = 0
 
@@ -107,6 +117,16 @@ def plain(q, k, v) -> Operands:
     return Operands(q, k, v, strides_of(q), strides_of(k), strides_of(v))
 
 
+def chunks_of(*tensors: tuple[int, int]) -> list[int]:
+    """In how many chunks a first pass over tensors of (heads, row blocks of a head) takes the heads of each.
+
+    Programs get about as much work in all tensors, and there are about PROGRAMS of them, in large tensors.
+    """
+    share = sum(heads * blocks for heads, blocks in tensors) // PROGRAMS  # blocks of a program
+    few, many = CHUNKS
+    return [few if blocks <= few * max(1, 2 * share) else many for _, blocks in tensors]
+
+
 class Quantiser(NamedTuple):
     """One quantising run: what to do, where, and by whom its kernels are started."""
 
@@ -119,6 +139,12 @@ class Quantiser(NamedTuple):
     qk_scale: float = 1.0  # softmax_scale * log2(e): corrections are written in the kernel's units
     row_shift: bool = False  # are the true logits of a row needed (lse, softcap, sink)?
     v_interleaved: bool = False  # V's keys in the order of attn_gluon
+    in_place: bool = False  # given FP8 inputs: the kernel reads Q and K where they lie, only V moves
+
+    @property
+    def moves_qk(self) -> bool:
+        """Whether Q and K get buffers; else the kernel reads the inputs."""
+        return self.recipe.qk != "bf16" and not self.in_place
 
     def _empty(self, *size: int, dtype=torch.float32, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
@@ -129,7 +155,7 @@ class Quantiser(NamedTuple):
         batch = 1 if shape.varlen else shape.batch
         v_shape = (shape.block_dv, shape.rows8_k) if self.arch.v_k_major else (shape.rows8_k, shape.block_dv)
         v8 = self._empty(batch, shape.nheads_k, *v_shape, dtype=fp8, like=q)
-        if self.recipe.qk == "bf16":
+        if not self.moves_qk:
             return None, None, v8
         qk = torch.int8 if self.recipe.qk == "int8" else fp8
         q8 = self._empty(batch, shape.nheads, shape.rows8_q, shape.block_d, dtype=qk, like=q)
@@ -161,95 +187,113 @@ class Quantiser(NamedTuple):
             found.append(None if kind in ("given", "none") else self._empty(count, dtype=dtype, like=q))
         return tuple(found)
 
-    def _magnitudes(self, q, k, v, qk: str, by: str, counts, common) -> tuple[torch.Tensor | None, ...]:
-        """What the scales of Q and K, and of V, come from where that takes a pass of its own, else None."""
-        n_q, n_k, n_v = counts[0], counts[1], counts[2]
-        cu_seqlens, lengths = (self.cu_seqlens_q, self.cu_seqlens_k), (self.shape.seqlen_q, self.shape.seqlen_k)
-        first = 0 if qk in _WHOLE and n_q else n_q + n_k
-        amax = v_amax = None
-        if first == 0 or by in _WHOLE:
-            amax = v_amax = self._empty(n_q + n_k + n_v, like=q)
-            last = n_q + n_k + (n_v if by in _WHOLE else 0)
-            args = (q, k, v, amax, *cu_seqlens, *strides_of(q), *strides_of(k), *strides_of(v), first, *counts[:2])
-            self.launcher.start(block_amax, (last - first,), (*args, *counts[3:], *lengths), common)
+    def _magnitudes(self, q, k, v, qk: str, by: str, common) -> tuple[tuple, dict]:
+        """((maxima of Q, of K, of V), chunks of each) where scales take a pass of their own, else (Nones, {})."""
+        shape, of_qk, of_v = self.shape, qk in _WHOLE and self.recipe.qk != "bf16", by in _WHOLE
         if by == "channel":
-            shape = self.shape
-            programs = shape.batch * shape.nheads_k * CHUNKS
-            v_amax = self._empty(programs * shape.block_dv, like=q)
-            args = (v, v_amax, self.cu_seqlens_k, *strides_of(v), shape.nheads_k, counts[6], shape.seqlen_k)
-            constants = {n: c for n, c in common.items() if n not in ("HEAD_DIM", "BLOCK_D")} | {"CHUNKS": CHUNKS}
-            self.launcher.start(channel_amax, (programs,), args, constants)
-        return amax, v_amax
+            v_amax, chunks = self._channels(v, common)
+            return (None, None, v_amax), {"CHUNKS_V": chunks}
+        if not (of_qk or of_v):
+            return (None, None, None), {}
+        heads_q, heads_k = shape.batch * shape.nheads, shape.batch * shape.nheads_k
+        blocks = (shape.blocks_q, shape.blocks_k)
+        parts_q, parts_k = chunks_of((heads_q * of_qk, blocks[0]), (heads_k * (of_qk + of_v), blocks[1]))
+        counts = [heads_q * parts_q * of_qk, heads_k * parts_k * of_qk, heads_k * parts_k * of_v]
+        amax = self._empty(sum(counts), like=q).split(counts)
+        args = (q, k, v, *amax, self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
+        args += (*counts[:2], shape.nheads, shape.nheads_k, *blocks, shape.seqlen_q, shape.seqlen_k)
+        named = {"CHUNKS_Q": parts_q, "CHUNKS_K": parts_k}
+        self.launcher.start(chunk_amax, (sum(counts),), args, common | named)
+        return amax, (named if of_qk else {}) | {"CHUNKS_V": parts_k}
 
-    def _statistics(self, q, k, counts, common) -> tuple[torch.Tensor | None, ...]:
-        """(means of Q, means of K, equaliser), fp32 (batch, heads, block_d), as far as the recipe asks for them."""
+    def _channels(self, v, common) -> tuple[torch.Tensor, int]:
+        """(maxima of V's channels, chunks)."""
+        shape = self.shape
+        heads = shape.batch * shape.nheads_k
+        (chunks,) = chunks_of((heads, shape.blocks_k))
+        v_amax = self._empty(heads * chunks * shape.block_dv, like=v)
+        args = (v, v_amax, self.cu_seqlens_k, *strides_of(v), shape.nheads_k, shape.blocks_k, shape.seqlen_k)
+        constants = {n: c for n, c in common.items() if n not in ("HEAD_DIM", "BLOCK_D")} | {"CHUNKS_V": chunks}
+        self.launcher.start(channel_amax, (heads * chunks,), args, constants)
+        return v_amax, chunks
+
+    def _statistics(self, q, k, common) -> tuple[tuple, dict]:
+        """((sums of Q, of K, rotation), chunks of each), as far as the recipe asks for means, equaliser or rotation."""
         recipe, shape = self.recipe, self.shape
-        if not (recipe.k_mean or recipe.q_mean or recipe.equalise):
-            return None, None, None
-        needs_q = recipe.q_mean or recipe.equalise
-        heads_k = shape.batch * shape.nheads_k
-        heads_q = shape.batch * shape.nheads if needs_q else 0
-        width = shape.block_d
-        parts = (heads_q * CHUNKS * 2, heads_k * CHUNKS * 2, heads_q, heads_k, heads_k)
-        q_sums, k_sums, *out = self._empty(sum(parts) * width, like=q).split([n * width for n in parts])
-        cu_seqlens, lengths = (self.cu_seqlens_q, self.cu_seqlens_k), (shape.seqlen_q, shape.seqlen_k)
-        args: tuple = (q, k, q_sums, k_sums, *cu_seqlens, *strides_of(q), *strides_of(k))
-        args += (heads_q * CHUNKS, heads_k * CHUNKS, *counts[2:], *lengths)
-        constants = {n: v for n, v in common.items() if n not in ("HEAD_DIM_V", "BLOCK_DV")} | {"CHUNKS": CHUNKS}
-        self.launcher.start(column_sums, ((heads_q + heads_k) * CHUNKS,), args, constants)
-        args = (q_sums, k_sums, *out, *cu_seqlens, shape.nheads_k, shape.nheads // shape.nheads_k, *lengths)
-        constants = {
-            "VARLEN": shape.varlen, "BLOCK_D": width, "CHUNKS": CHUNKS, "CHANNELS": CHANNELS, "HAS_Q": needs_q,
-            "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
-        }  # fmt: skip
-        self.launcher.start(column_statistics, (heads_k, width // CHANNELS), args, constants)
-        return tuple(out)
+        if not (recipe.k_mean or recipe.q_mean or recipe.equalise or recipe.hadamard):
+            return (None, None, None), {}
+        span = 1 if recipe.q_mean else shape.nheads // shape.nheads_k  # heads of Q that are summed together
+        n_q = shape.batch * shape.nheads // span if recipe.q_mean or recipe.equalise else 0
+        n_k = shape.batch * shape.nheads_k
+        chunks_q, chunks_k = chunks_of((n_q, span * shape.blocks_q), (n_k, shape.blocks_k))
+        counts = (n_q * chunks_q, n_k * chunks_k)
+        sums = self._empty(2 * sum(counts) * shape.block_d, like=q).split([2 * n * shape.block_d for n in counts])
+        order = (shape.block_d, shape.block_d)
+        rotation = self._empty(*order, dtype=torch.bfloat16, like=q) if recipe.hadamard else None
+        args = (q, k, *sums, rotation, self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k))
+        args += (counts[0], span, shape.nheads, shape.nheads_k, shape.blocks_q, shape.blocks_k)
+        chunks = {"CHUNKS_Q": chunks_q, "CHUNKS_K": chunks_k}
+        constants = {n: v for n, v in common.items() if n not in ("HEAD_DIM_V", "BLOCK_DV")} | chunks
+        constants |= {"SQUARES": recipe.equalise, "HADAMARD": recipe.hadamard}
+        self.launcher.start(column_sums, (sum(counts),), (*args, shape.seqlen_q, shape.seqlen_k), constants)
+        return (*sums, rotation), chunks
+
+    def _options(self) -> dict:
+        """Registers of quantize on NVIDIA: three programs a multiprocessor, two if they rotate.
+
+        ptxas would take 112 and 137 (head dim 128), and gives way with one and four spilled values.
+        """
+        if self.arch.vendor == "amd" or max(self.shape.block_d, self.shape.block_dv) > 128:
+            return {}
+        return {"maxnreg": 128 if self.recipe.hadamard else 80}
 
     def run(self, q, k, v, given=None) -> Operands:
-        """Q, K and V in eight bits. `given`: the caller's scales; the inputs are FP8 and only change their layout."""
+        """Q, K and V in eight bits. `given`: the caller's scales; the inputs are FP8 and change no more than layout."""
         shape, recipe = self.shape, self.recipe
         qk, by = ("given", "given") if given else (recipe.granularity, recipe.v_scaled_by)
         x8 = self._buffers(q)
         descales = self._descales(q, qk, by)
-        blocks_q, blocks_k = -(-shape.seqlen_q // QUANT_ROWS), -(-shape.seqlen_k // QUANT_ROWS)
-        n_k = n_v = shape.batch * shape.nheads_k * blocks_k
-        n_q = shape.batch * shape.nheads * blocks_q
-        if recipe.qk == "bf16":
+        n_k = n_v = shape.batch * shape.nheads_k * shape.blocks_k
+        n_q = shape.batch * shape.nheads * shape.blocks_q
+        if not self.moves_qk:
             n_q = n_k = 0
-        sizes = (shape.nheads, shape.nheads_k, blocks_q, blocks_k)
         common = {
             "VARLEN": shape.varlen, "HEAD_DIM": shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
             "BLOCK_D": shape.block_d, "BLOCK_DV": shape.block_dv, "QUANT_ROWS": QUANT_ROWS,
             "num_warps": 8 if self.arch.warp_size == 32 else 4,
         }  # fmt: skip
-        amax, v_amax = self._magnitudes(q, k, v, qk, by, (n_q, n_k, n_v, *sizes), common)
-        statistics = self._statistics(q, k, (n_q, n_k, *sizes), common)
+        amax, amax_chunks = self._magnitudes(q, k, v, qk, by, common)
+        sums, sums_chunks = self._statistics(q, k, common)
         batch = 1 if shape.varlen else shape.batch
         row_shift = col_bias = None
         if recipe.k_mean and self.row_shift:
             row_shift = self._empty(batch * shape.nheads, shape.rows8_q, like=q)
         if recipe.q_mean:
             col_bias = self._empty(batch * shape.nheads, shape.rows8_k, like=q)
-        constants = common | {
-            "QK": recipe.qk != "bf16",
+        constants = common | self._options() | {
+            "QK": self.moves_qk,
             "QK_TOP": INT8_MAX if recipe.qk == "int8" else FP8_MAX[self.arch.fp8_format],
             "V_TOP": FP8_MAX[self.arch.fp8_format], "GRANULARITY": qk, "V_GRANULARITY": by,
             "V_TRANSPOSED": self.arch.v_k_major, "V_INTERLEAVED": self.v_interleaved,
             "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
-            "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None, "CHUNKS": CHUNKS,
-        }  # fmt: skip
+            "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
+            "CHUNKS_Q": 0, "CHUNKS_K": 0, "CHUNKS_V": 0,
+        } | amax_chunks | sums_chunks  # fmt: skip
         inputs = (self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
-        lengths = (*sizes, shape.rows8_q, shape.rows8_k, shape.seqlen_q, shape.seqlen_k)
+        lengths = (
+            shape.batch, shape.nheads, shape.nheads_k, shape.blocks_q, shape.blocks_k, shape.rows8_q, shape.rows8_k,
+            shape.seqlen_q, shape.seqlen_k,
+        )  # fmt: skip
 
-        def start(n_q: int, n_k: int, programs: int, v_amax, **change) -> None:
-            args = (q, k, v, *x8, *descales, amax, v_amax, *statistics, row_shift, col_bias, self.qk_scale)
+        def start(n_q: int, n_k: int, programs: int, **change) -> None:
+            args = (q, k, v, *x8, *descales, *amax, *sums, row_shift, col_bias, self.qk_scale)
             self.launcher.start(quantize, (programs,), (*args, *inputs, n_q, n_k, *lengths), constants | change)
 
-        if shape.block_d == shape.block_dv or recipe.qk == "bf16":
-            start(n_q, n_k, n_q + n_k + n_v, v_amax)
+        if shape.block_d == shape.block_dv or not self.moves_qk:
+            start(n_q, n_k, n_q + n_k + n_v)
         else:  # one build of the kernel has one width: Q and K first, V by itself
-            start(n_q, n_k, n_q + n_k, v_amax, HEAD_DIM_V=shape.head_dim, BLOCK_DV=shape.block_d)
-            start(-n_v, n_v, n_v, v_amax[n_q + n_k :] if by in _WHOLE and v_amax is not None else v_amax, QK=False)
+            start(n_q, n_k, n_q + n_k, HEAD_DIM_V=shape.head_dim, BLOCK_DV=shape.block_d)
+            start(0, 0, n_v, QK=False)
         return self._operands(q, k, x8, given or descales, qk, by, row_shift, col_bias)
 
     def _operands(self, q, k, x8, descales, qk: str, by: str, row_shift, col_bias) -> Operands:
@@ -270,6 +314,7 @@ class Quantiser(NamedTuple):
             v_scales="head" if given or by == "tensor" else by,
             p_offset=p_offset(self.recipe, self.arch.fp8_format),
             v_transposed=self.arch.v_k_major,
+            in_place=self.in_place,
         )
 
 

@@ -1,254 +1,288 @@
 """The fused quantisers: Q, K and V to FP8 with fp32 scales in one launch, no eager arithmetic around it.
 
 Scales of a block, of a row or of 32 neighbours in a row ("mx") need one pass: a program reads QUANT_ROWS rows of one
-head, takes the maxima and writes them. "head", "tensor" and "channel" read the data once more before that, for theirs.
+head, takes the maxima and writes them. "head", "tensor" and "channel" read the data once more before that, for theirs,
+and so do means and the equaliser: a first launch leaves maxima or sums of every CHUNKS-th block of a head, the second
+reduces those of its head in every program (docs/kernels.md).
 Buffers are padded with zeros to QUANT_ROWS rows and a power-of-two width, so that the attention kernel needs no masks.
 """
 
 import triton
 import triton.language as tl
 
-from .scales import extent, write
+from .scales import quad_rows, write, write_transposed
 
-UNSPECIALISED = ("first", "n_q", "n_k", "nheads", "nheads_k", "blocks_q", "blocks_k", "seqlen_q", "seqlen_k")
+UNSPECIALISED = ("batch", "n_q", "n_k", "nheads", "nheads_k", "blocks_q", "blocks_k", "seqlen_q", "seqlen_k")
+
+
+@triton.jit
+def _bounds(b, cu_seqlens, seqlen, VARLEN: tl.constexpr):
+    """First row, and number of rows, of a batch entry."""
+    first = 0
+    if VARLEN:
+        first = tl.load(cu_seqlens + b)
+        seqlen = tl.load(cu_seqlens + b + 1) - first
+    return first, seqlen
 
 
 @triton.jit
 def _rows(
-    X, b, h, block, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
-    VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    X, b, h, first, seqlen, start, offs_n, stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """The (QUANT_ROWS, BLOCK_D) block of one head in fp32, zero outside, and the block's index in the padded buffer."""
-    first = 0
-    out_block = block
-    if VARLEN:
-        first = tl.load(cu_seqlens + b)
-        seqlen = tl.load(cu_seqlens + b + 1) - first
-        out_block = block + (first + QUANT_ROWS - 1) // QUANT_ROWS + b
-    offs_n = tl.arange(0, QUANT_ROWS)
+    """Rows start + offs_n of one head, BLOCK_D wide, zero outside."""
     offs_d = tl.arange(0, BLOCK_D)
     base = X + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
-    base += tl.cast(first + block * QUANT_ROWS, tl.int64) * stride_n
-    inside = (block * QUANT_ROWS + offs_n < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    x = tl.load(base + offs_n[:, None] * stride_n + offs_d[None, :], inside, other=0.0)
-    return x.to(tl.float32), out_block, seqlen
+    base += tl.cast(first + start, tl.int64) * stride_n
+    inside = (start + offs_n < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    return tl.load(base + offs_n[:, None] * stride_n + offs_d[None, :], inside, other=0.0)
 
 
 @triton.jit
-def _place(pid, n_q, n_k, nheads, nheads_k, blocks_q, blocks_k):
-    """Which tensor (0 Q, 1 K, 2 V), batch entry, head and row block a program works on, and its index there."""
+def _place(pid, n_q, n_k, nheads, nheads_k, parts_q, parts_k):
+    """Which tensor (0 Q, 1 K, 2 V), batch entry, head and part of it a program works on."""
     which = (pid >= n_q).to(tl.int32) + (pid >= n_q + n_k).to(tl.int32)
     i = pid - tl.where(which == 0, 0, n_q + (which - 1) * n_k)
     heads = tl.where(which == 0, nheads, nheads_k)
-    blocks = tl.where(which == 0, blocks_q, blocks_k)
-    return which, i // (heads * blocks), i // blocks % heads, i % blocks, i
+    parts = tl.where(which == 0, parts_q, parts_k)
+    return which, i // (heads * parts), i // parts % heads, i % parts
+
+
+@triton.jit
+def _tops(
+    X, b, h, chunk, blocks, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
+    CHUNKS: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of every CHUNKS-th block of a head, (ROWS, BLOCK_D): of the rows that share i % ROWS."""
+    ROWS: tl.constexpr = min(QUANT_ROWS, 2048 // BLOCK_D)  # a load: 8 values (16 bytes) of each of 256 lanes
+    first, seqlen = _bounds(b, cu_seqlens, seqlen, VARLEN)
+    top = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for block in range(chunk, blocks, CHUNKS):
+        for part in tl.static_range(QUANT_ROWS // ROWS):
+            x = _rows(X, b, h, first, seqlen, block * QUANT_ROWS + part * ROWS, tl.arange(0, ROWS),
+                      stride_b, stride_n, stride_h, HEAD_DIM, BLOCK_D)  # fmt: skip
+            top = tl.maximum(top, tl.abs(x.to(tl.float32)))
+    return top
 
 
 @triton.jit
 def _amax_of(
-    X, amax, i, b, h, block, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
-    VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    X, amax, i, b, h, chunk, blocks, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
+    CHUNKS: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
-    x, _, _ = _rows(X, b, h, block, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
-                    VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
-    tl.store(amax + i, tl.max(tl.abs(x)))
+    top = _tops(X, b, h, chunk, blocks, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
+                CHUNKS, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
+    tl.store(amax + i, tl.max(top))
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def block_amax(
-    Q, K, V, amax,  # amax: fp32, one value a program: Q's, then K's, then V's
+@triton.jit(do_not_specialize=UNSPECIALISED[1:])
+def chunk_amax(
+    Q, K, V, q_amax, k_amax, v_amax,  # fp32 (batch, heads, CHUNKS); K and V have as many
     cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    first, n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
-    VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
+    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, VARLEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each block of QUANT_ROWS rows of one head, from block number `first` on."""
-    pid = first + tl.program_id(0)
-    which, b, h, block, _ = _place(pid, n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
+    """The largest magnitude of each chunk of a head, every CHUNKS-th block of rows; programs of Q, then K, then V."""
+    pid = tl.program_id(0)
+    which, b, h, chunk = _place(pid, n_q, n_k, nheads, nheads_k, CHUNKS_Q, CHUNKS_K)
     if which == 0:
-        _amax_of(Q, amax, pid, b, h, block, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
-                 VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
+        _amax_of(Q, q_amax, pid, b, h, chunk, blocks_q, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
+                 CHUNKS_Q, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
     elif which == 1:
-        _amax_of(K, amax, pid, b, h, block, stride_kb, stride_kn, stride_kh, cu_seqlens_k, seqlen_k,
-                 VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
+        _amax_of(K, k_amax, pid - n_q, b, h, chunk, blocks_k, stride_kb, stride_kn, stride_kh, cu_seqlens_k, seqlen_k,
+                 CHUNKS_K, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
     else:
-        _amax_of(V, amax, pid, b, h, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k, seqlen_k,
-                 VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
+        _amax_of(V, v_amax, pid - n_q - n_k, b, h, chunk, blocks_k, stride_vb, stride_vn, stride_vh, cu_seqlens_k,
+                 seqlen_k, CHUNKS_K, VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("nheads_k", "blocks_k", "seqlen_k"))
 def channel_amax(
-    V, amax,  # fp32 (batch, nheads_k, CHUNKS, BLOCK_DV)
+    V, v_amax,  # fp32 (batch, nheads_k, CHUNKS_V, BLOCK_DV)
     cu_seqlens_k, stride_vb, stride_vn, stride_vh, nheads_k, blocks_k, seqlen_k,
-    CHUNKS: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNKS_V: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each channel of one head of V, over every CHUNKS-th block of rows."""
-    bh, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
-    top = tl.zeros([BLOCK_DV], tl.float32)
-    for block in range(chunk, blocks_k, CHUNKS):
-        x, _, _ = _rows(V, bh // nheads_k, bh % nheads_k, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k,
-                        seqlen_k, VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
-        top = tl.maximum(top, tl.max(tl.abs(x), 0))
-    tl.store(amax + tl.cast(tl.program_id(0), tl.int64) * BLOCK_DV + tl.arange(0, BLOCK_DV), top)
+    """The largest magnitude of each channel of each chunk of a head of V."""
+    bh, chunk = tl.program_id(0) // CHUNKS_V, tl.program_id(0) % CHUNKS_V
+    top = _tops(V, bh // nheads_k, bh % nheads_k, chunk, blocks_k, stride_vb, stride_vn, stride_vh, cu_seqlens_k,
+                seqlen_k, CHUNKS_V, VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
+    tl.store(v_amax + tl.cast(tl.program_id(0), tl.int64) * BLOCK_DV + tl.arange(0, BLOCK_DV), tl.max(top, 0))
 
 
 @triton.jit
 def _sums_of(
-    X, sums, b, h, chunk, heads, row_blocks, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
-    CHUNKS: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
-):  # fmt: skip
-    total = tl.zeros([BLOCK_D], tl.float32)
-    square = tl.zeros([BLOCK_D], tl.float32)
-    for block in range(chunk, row_blocks, CHUNKS):
-        x, _, _ = _rows(X, b, h, block, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
-                        VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
-        total += tl.sum(x, 0)
-        square += tl.sum(x * x, 0)
-    out = sums + (tl.cast(b * heads + h, tl.int64) * CHUNKS + chunk) * 2 * BLOCK_D + tl.arange(0, BLOCK_D)
-    tl.store(out, total)
-    tl.store(out + BLOCK_D, square)
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def column_sums(
-    Q, K, q_sums, k_sums,  # fp32 (batch, heads, CHUNKS, 2, BLOCK_D): sums and sums of squares over the rows
-    cu_seqlens_q, cu_seqlens_k, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
-    n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
-    CHUNKS: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    X, sums, i, chunk, heads, span, blocks, stride_b, stride_n, stride_h, cu_seqlens, seqlen,
+    CHUNKS: tl.constexpr, SQUARES: tl.constexpr, VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Per-channel statistics of K (programs n_q and up) and, where n_q > 0, of Q; every CHUNKS-th block of rows each.
-
-    Partial sums instead of atomics: the result does not depend on the order in which programs finish.
-    """
-    pid = tl.program_id(0)
-    if pid < n_q:
-        bh, chunk = pid // CHUNKS, pid % CHUNKS
-        _sums_of(Q, q_sums, bh // nheads, bh % nheads, chunk, nheads, blocks_q, stride_qb, stride_qm, stride_qh,
-                 cu_seqlens_q, seqlen_q, CHUNKS, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
-    else:
-        bh, chunk = (pid - n_q) // CHUNKS, (pid - n_q) % CHUNKS
-        _sums_of(K, k_sums, bh // nheads_k, bh % nheads_k, chunk, nheads_k, blocks_k, stride_kb, stride_kn, stride_kh,
-                 cu_seqlens_k, seqlen_k, CHUNKS, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
-
-
-@triton.jit
-def _mean(sums, head, channels, seqlen, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The mean over the rows, and the mean square about it, of some channels of one head."""
-    ptrs = sums + tl.cast(head, tl.int64) * CHUNKS * 2 * BLOCK_D
-    ptrs = ptrs + tl.arange(0, CHUNKS)[:, None] * 2 * BLOCK_D + channels[None, :]
-    n = tl.maximum(seqlen, 1)
-    mean = tl.sum(tl.load(ptrs), 0) / n
-    return mean, tl.maximum(tl.sum(tl.load(ptrs + BLOCK_D), 0) / n - mean * mean, 0.0)
-
-
-@triton.jit(do_not_specialize=("nheads_k", "group", "seqlen_q", "seqlen_k"))
-def column_statistics(
-    q_sums, k_sums, q_means, k_means, equaliser,  # in; out fp32 (batch, heads, BLOCK_D)
-    cu_seqlens_q, cu_seqlens_k, nheads_k, group, seqlen_q, seqlen_k,
-    VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr, HAS_Q: tl.constexpr,
-    Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr,
-):  # fmt: skip
-    """From sums to means: CHANNELS channels of one KV head, and of the query heads that read it, a program.
-
-    equaliser: s_c = sqrt(rms k_c / rms q_c) of a KV head, within [2**-10, 2**10].
-    """
-    head = tl.program_id(0)
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    if VARLEN:
-        b = head // nheads_k
-        seqlen_q = tl.load(cu_seqlens_q + b + 1) - tl.load(cu_seqlens_q + b)
-        seqlen_k = tl.load(cu_seqlens_k + b + 1) - tl.load(cu_seqlens_k + b)
-    k_mean, k_square = _mean(k_sums, head, channels, seqlen_k, CHUNKS, BLOCK_D)
-    tl.store(k_means + head * BLOCK_D + channels, k_mean)
-    if HAS_Q:
-        q_square = tl.zeros([CHANNELS], tl.float32)
-        for i in range(0, group):
-            mean, square = _mean(q_sums, head * group + i, channels, seqlen_q, CHUNKS, BLOCK_D)
-            if Q_MEAN:
-                tl.store(q_means + (head * group + i) * BLOCK_D + channels, mean)
-                q_square += square
-            else:
-                q_square += square + mean * mean
-        if EQUALISE:
-            ratio = k_square / tl.maximum(q_square / group, 1e-20)
-            s = tl.clamp(tl.sqrt(tl.sqrt(ratio)), 2.0**-10, 2.0**10)
-            tl.store(equaliser + head * BLOCK_D + channels, s)
+    """Sums of the i-th `span` heads. Reduced over rows once, at the end: a barrier a block would drain the loads."""
+    ROWS: tl.constexpr = min(QUANT_ROWS, 2048 // BLOCK_D)  # as in _tops
+    b = i * span // heads
+    first, seqlen = _bounds(b, cu_seqlens, seqlen, VARLEN)
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    square = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for j in range(chunk, span * blocks, CHUNKS):
+        h = i * span % heads + j // blocks
+        for part in tl.static_range(QUANT_ROWS // ROWS):
+            x = _rows(X, b, h, first, seqlen, j % blocks * QUANT_ROWS + part * ROWS, tl.arange(0, ROWS),
+                      stride_b, stride_n, stride_h, HEAD_DIM, BLOCK_D).to(tl.float32)  # fmt: skip
+            total += x
+            square += x * x
+    out = sums + (tl.cast(i, tl.int64) * 2 * CHUNKS + chunk) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(out, tl.sum(total, 0))
+    if SQUARES:
+        tl.store(out + CHUNKS * BLOCK_D, tl.sum(square, 0))
 
 
 @triton.jit
-def _rotate(x, BLOCK_D: tl.constexpr):
-    """x times the Hadamard matrix of order BLOCK_D over sqrt(BLOCK_D), its entries +-1 by the parity of i & j."""
-    i = tl.arange(0, BLOCK_D)
-    bits = i[:, None] & i[None, :]
+def _write_rotation(rotation, part, BLOCK_D: tl.constexpr):
+    """32 rows of the Hadamard matrix of order BLOCK_D: +-1 in bf16, by the parity of i & j."""
+    ROWS: tl.constexpr = min(32, BLOCK_D)
+    i = part * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, BLOCK_D)
+    bits = i[:, None] & j[None, :]
     bits = bits ^ (bits >> 4)
     bits = bits ^ (bits >> 2)
     bits = bits ^ (bits >> 1)
-    h = (1 - 2 * (bits & 1)).to(tl.float32).to(tl.bfloat16)
+    tl.store(rotation + i[:, None] * BLOCK_D + j[None, :], (1 - 2 * (bits & 1)).to(tl.float32).to(tl.bfloat16))
+
+
+@triton.jit(do_not_specialize=("span", "n_q", *UNSPECIALISED[3:]))
+def column_sums(
+    Q, K, q_sums, k_sums,  # fp32 (batch, heads / span, 2, CHUNKS, BLOCK_D): sums and sums of squares over the rows
+    rotation,  # bf16 (BLOCK_D, BLOCK_D)
+    cu_seqlens_q, cu_seqlens_k, stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh,
+    n_q, span, nheads, nheads_k, blocks_q, blocks_k, seqlen_q, seqlen_k,
+    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, SQUARES: tl.constexpr, HADAMARD: tl.constexpr,
+    VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Per-channel statistics of K (programs n_q and up) and, where n_q > 0, of Q, `span` heads of it together.
+
+    Partial sums instead of atomics: the result does not depend on the order in which programs finish. The matrix that
+    quantize rotates by is written here, once: made by every program there it would cost as much as all its arithmetic.
+    """
+    pid = tl.program_id(0)
+    if HADAMARD:  # noqa: SIM102 - a constant decides what is compiled, a number what runs
+        if pid * 32 < BLOCK_D:  # there are at least eight programs
+            _write_rotation(rotation, pid, BLOCK_D)
+    if pid < n_q:
+        _sums_of(Q, q_sums, pid // CHUNKS_Q, pid % CHUNKS_Q, nheads, span, blocks_q, stride_qb, stride_qm, stride_qh,
+                 cu_seqlens_q, seqlen_q, CHUNKS_Q, SQUARES, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
+    else:
+        pid -= n_q
+        _sums_of(K, k_sums, pid // CHUNKS_K, pid % CHUNKS_K, nheads_k, 1, blocks_k, stride_kb, stride_kn, stride_kh,
+                 cu_seqlens_k, seqlen_k, CHUNKS_K, SQUARES, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
+
+
+@triton.jit
+def _mean(sums, head, n, WHICH: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The mean over n rows of each channel (WHICH 0) or of its square (WHICH 1), from the sums of all chunks."""
+    ptrs = sums + (tl.cast(head, tl.int64) * 2 + WHICH) * CHUNKS * BLOCK_D
+    ptrs = ptrs + tl.arange(0, CHUNKS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    return tl.sum(tl.load(ptrs), 0) / tl.maximum(n, 1)
+
+
+@triton.jit
+def _equaliser(
+    q_sums, k_sums, kv_head, group, len_q, len_k, k_mean,
+    Q_MEAN: tl.constexpr, CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """s_c = sqrt(rms k_c / rms q_c) of a KV head and the query heads that read it, within [2**-10, 2**10]."""
+    k_square = tl.maximum(_mean(k_sums, kv_head, len_k, 1, CHUNKS_K, BLOCK_D) - k_mean * k_mean, 0.0)
+    if Q_MEAN:
+        q_square = tl.zeros([BLOCK_D], tl.float32)
+        for i in range(0, group):
+            mean = _mean(q_sums, kv_head * group + i, len_q, 0, CHUNKS_Q, BLOCK_D)
+            square = _mean(q_sums, kv_head * group + i, len_q, 1, CHUNKS_Q, BLOCK_D)
+            q_square += tl.maximum(square - mean * mean, 0.0)
+    else:  # the sums are those of the whole group
+        q_square = _mean(q_sums, kv_head, len_q, 1, CHUNKS_Q, BLOCK_D)
+    ratio = k_square / tl.maximum(q_square / group, 1e-20)
+    return tl.clamp(tl.sqrt(tl.sqrt(ratio)), 2.0**-10, 2.0**10)
+
+
+@triton.jit
+def _rotate(x, rotation, BLOCK_D: tl.constexpr):
+    """x times the Hadamard matrix over sqrt(BLOCK_D), which is orthogonal."""
+    i = tl.arange(0, BLOCK_D)
+    h = tl.load(rotation + i[:, None] * BLOCK_D + i[None, :])
     return tl.dot(x.to(tl.bfloat16), h) * (BLOCK_D**-0.5)
 
 
 @triton.jit
+def _corrections(
+    q_sums, k_sums, q_head, kv_head, group, len_q, len_k,
+    OF_Q: tl.constexpr, OF_K: tl.constexpr, EQUALISE: tl.constexpr, Q_MEAN: tl.constexpr,
+    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(mean of a head of Q, of K, equaliser) by channel, those that are asked for; the rest 0, 0 and 1."""
+    q_mean = tl.zeros([BLOCK_D], tl.float32)
+    k_mean = tl.zeros([BLOCK_D], tl.float32)
+    s = tl.full([BLOCK_D], 1.0, tl.float32)
+    if OF_Q:
+        q_mean = _mean(q_sums, q_head, len_q, 0, CHUNKS_Q, BLOCK_D)
+    if OF_K or EQUALISE:
+        k_mean = _mean(k_sums, kv_head, len_k, 0, CHUNKS_K, BLOCK_D)
+    if EQUALISE:
+        s = _equaliser(q_sums, k_sums, kv_head, group, len_q, len_k, k_mean, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D)
+    return q_mean, k_mean, s
+
+
+@triton.jit
 def _smooth_q(
-    x, q_means, k_means, equaliser, row_shift, qk_scale, b, h, out_block, nheads, nheads_k, rows8, inside,
+    x, q_mean, k_mean, s, rotation, row_shift, qk_scale, head, out_block, rows8, inside,
     Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Q as it is rounded; writes what K's mean takes from every logit of a row, in base 2, if ROW_SHIFT."""
-    offs_d = tl.arange(0, BLOCK_D)
-    kv_head = b * nheads_k + h // (nheads // nheads_k)
     if ROW_SHIFT:
-        k_mean = tl.load(k_means + kv_head * BLOCK_D + offs_d)
-        head = h if VARLEN else b * nheads + h
         rows = tl.cast(head, tl.int64) * rows8 + out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
         tl.store(row_shift + rows, tl.sum(x * k_mean[None, :], 1) * qk_scale)
     if Q_MEAN:
-        mean = tl.load(q_means + (b * nheads + h) * BLOCK_D + offs_d)
-        x = tl.where(inside[:, None], x - mean[None, :], 0.0)
+        x = tl.where(inside[:, None], x - q_mean[None, :], 0.0)
     if EQUALISE:
-        x *= tl.load(equaliser + kv_head * BLOCK_D + offs_d)[None, :]
-    return _rotate(x, BLOCK_D) if HADAMARD else x
+        x *= s[None, :]
+    return _rotate(x, rotation, BLOCK_D) if HADAMARD else x
 
 
 @triton.jit
 def _smooth_k(
-    x, q_means, k_means, equaliser, col_bias, qk_scale, b, h, out_block, nheads, nheads_k, rows8, inside,
+    x, q_sums, k_mean, s, rotation, col_bias, qk_scale, first_head, group, sums_head, len_q, out_block, rows8, inside,
     K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr, EQUALISE: tl.constexpr, HADAMARD: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, CHUNKS_Q: tl.constexpr,
 ):  # fmt: skip
-    """K as it is rounded; writes what Q's mean takes from every logit of a key, in base 2, for each query head."""
-    offs_d = tl.arange(0, BLOCK_D)
-    kv_head = b * nheads_k + h
-    group = nheads // nheads_k
+    """K as it is rounded; writes what Q's mean takes from every logit of a key, in base 2, for each query head.
+
+    first_head: of the group in col_bias; sums_head: in q_sums, which has every batch entry apart.
+    """
     if K_MEAN:
-        mean = tl.load(k_means + kv_head * BLOCK_D + offs_d)
-        x = tl.where(inside[:, None], x - mean[None, :], 0.0)
+        x = tl.where(inside[:, None], x - k_mean[None, :], 0.0)
     if Q_MEAN:
         for i in range(0, group):
-            q_head = h * group + i
-            q_mean = tl.load(q_means + (b * nheads + q_head) * BLOCK_D + offs_d)
-            head = q_head if VARLEN else b * nheads + q_head
-            rows = tl.cast(head, tl.int64) * rows8 + out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
+            q_mean = _mean(q_sums, sums_head + i, len_q, 0, CHUNKS_Q, BLOCK_D)
+            rows = tl.cast(first_head + i, tl.int64) * rows8 + out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
             tl.store(col_bias + rows, tl.sum(x * q_mean[None, :], 1) * qk_scale)
     if EQUALISE:
-        x /= tl.load(equaliser + kv_head * BLOCK_D + offs_d)[None, :]
-    return _rotate(x, BLOCK_D) if HADAMARD else x
+        x /= s[None, :]
+    return _rotate(x, rotation, BLOCK_D) if HADAMARD else x
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def quantize(
-    Q, K, V, Q8, K8, V8, q_descale, k_descale, v_descale, amax, v_amax, q_means, k_means, equaliser,
-    row_shift, col_bias, qk_scale,
+    Q, K, V, Q8, K8, V8, q_descale, k_descale, v_descale, q_amax, k_amax, v_amax, q_sums, k_sums,
+    rotation, row_shift, col_bias, qk_scale,
     cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    n_q, n_k, nheads, nheads_k, blocks_q, blocks_k, rows8_q, rows8_k, seqlen_q, seqlen_k,
+    n_q, n_k, batch, nheads, nheads_k, blocks_q, blocks_k, rows8_q, rows8_k, seqlen_q, seqlen_k,
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr, QK: tl.constexpr,
     QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_GRANULARITY: tl.constexpr,
     V_TRANSPOSED: tl.constexpr, V_INTERLEAVED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr,
-    EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
+    EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr,
+    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, CHUNKS_V: tl.constexpr,
 ):  # fmt: skip
     """Q, K and V in eight bits: X8 (batch, heads, rows8, width), V8 with the last two swapped if V_TRANSPOSED.
 
@@ -256,38 +290,63 @@ def quantize(
     With VARLEN the batch axis is folded into the rows (see attn_fwd._sequence). GRANULARITY "given": the inputs are
     FP8 already and only move to the padded layout.
     """
-    which, b, h, block, i = _place(tl.program_id(0), n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
+    which, b, h, block = _place(tl.program_id(0), n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
+    first_q, len_q = _bounds(b, cu_seqlens_q, seqlen_q, VARLEN)
+    first_k, len_k = _bounds(b, cu_seqlens_k, seqlen_k, VARLEN)
+    start = block * QUANT_ROWS
+    offs = tl.arange(0, QUANT_ROWS)
+    group = nheads // nheads_k
+    out_q, out_k, folded = block, block, b
     if VARLEN:
-        len_q = tl.load(cu_seqlens_q + b + 1) - tl.load(cu_seqlens_q + b)
-        len_k = tl.load(cu_seqlens_k + b + 1) - tl.load(cu_seqlens_k + b)
-    else:
-        len_q, len_k = seqlen_q, seqlen_k
-    offs = block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
+        folded = 0
+        out_q += (first_q + QUANT_ROWS - 1) // QUANT_ROWS + b
+        out_k += (first_k + QUANT_ROWS - 1) // QUANT_ROWS + b
     if which == 2:
-        x, out_block, _ = _rows(V, b, h, block, stride_vb, stride_vn, stride_vh, cu_seqlens_k, seqlen_k,
-                                VARLEN, HEAD_DIM_V, BLOCK_DV, QUANT_ROWS)  # fmt: skip
-        if block * QUANT_ROWS < len_k:
-            first, last = extent(which, i, n_q, n_k, blocks_k, V_GRANULARITY)
-            write(x, V8, v_descale, v_amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                   VARLEN, BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, True, V_TRANSPOSED, V_INTERLEAVED,
-                  CHUNKS)  # fmt: skip
+        if start < len_k:
+            head = folded * nheads_k + h
+            if V_TRANSPOSED:
+                first = quad_rows(QUANT_ROWS, V_INTERLEAVED)
+                STEP: tl.constexpr = 8 if V_INTERLEAVED else 2
+                x0 = _rows(V, b, h, first_k, len_k, start, first, stride_vb, stride_vn, stride_vh, HEAD_DIM_V, BLOCK_DV)
+                x1 = _rows(V, b, h, first_k, len_k, start, first + 1, stride_vb, stride_vn, stride_vh,
+                           HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+                x2 = _rows(V, b, h, first_k, len_k, start, first + STEP, stride_vb, stride_vn, stride_vh,
+                           HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+                x3 = _rows(V, b, h, first_k, len_k, start, first + STEP + 1, stride_vb, stride_vn, stride_vh,
+                           HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+                x = tl.join(tl.join(x0, x2), tl.join(x1, x3))
+                write_transposed(x, V8, v_descale, v_amax, batch * nheads_k, b, h, nheads_k, head, out_k, rows8_k,
+                                 BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, CHUNKS_V)  # fmt: skip
+            else:
+                x = _rows(V, b, h, first_k, len_k, start, offs, stride_vb, stride_vn, stride_vh, HEAD_DIM_V, BLOCK_DV)
+                write(x, V8, v_descale, v_amax, batch * nheads_k, b, h, nheads_k, head, out_k, rows8_k,
+                      BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, True, CHUNKS_V)  # fmt: skip
     elif QK:
-        first, last = extent(which, i, n_q, n_k, tl.where(which == 0, blocks_q, blocks_k), GRANULARITY)
         if which == 0:
-            x, out_block, _ = _rows(Q, b, h, block, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
-                                    VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
-            if block * QUANT_ROWS < len_q:
-                x = _smooth_q(x, q_means, k_means, equaliser, row_shift, qk_scale, b, h, out_block, nheads, nheads_k,
-                              rows8_q, offs < len_q, Q_MEAN, EQUALISE, HADAMARD, ROW_SHIFT, VARLEN, BLOCK_D,
-                              QUANT_ROWS)  # fmt: skip
-                write(x, Q8, q_descale, amax, first, last, b, h, nheads, out_block, rows8_q,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False, CHUNKS)  # fmt: skip
+            if start < len_q:
+                head = folded * nheads + h
+                q_mean, k_mean, s = _corrections(
+                    q_sums, k_sums, b * nheads + h, b * nheads_k + h // group, group, len_q, len_k,
+                    Q_MEAN, ROW_SHIFT, EQUALISE, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D,
+                )  # fmt: skip
+                x = _rows(Q, b, h, first_q, len_q, start, offs, stride_qb, stride_qm, stride_qh, HEAD_DIM, BLOCK_D)
+                if Q_MEAN or EQUALISE or HADAMARD or ROW_SHIFT:
+                    x = _smooth_q(x.to(tl.float32), q_mean, k_mean, s, rotation, row_shift, qk_scale, head, out_q,
+                                  rows8_q, start + offs < len_q, Q_MEAN, EQUALISE, HADAMARD, ROW_SHIFT,
+                                  BLOCK_D, QUANT_ROWS)  # fmt: skip
+                write(x, Q8, q_descale, q_amax, batch * nheads, b, h, nheads, head, out_q, rows8_q,
+                      BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, CHUNKS_Q)  # fmt: skip
         else:
-            x, out_block, _ = _rows(K, b, h, block, stride_kb, stride_kn, stride_kh, cu_seqlens_k, seqlen_k,
-                                    VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
-            if block * QUANT_ROWS < len_k:
-                x = _smooth_k(x, q_means, k_means, equaliser, col_bias, qk_scale, b, h, out_block, nheads, nheads_k,
-                              rows8_k, offs < len_k, K_MEAN, Q_MEAN, EQUALISE, HADAMARD, VARLEN, BLOCK_D,
-                              QUANT_ROWS)  # fmt: skip
-                write(x, K8, k_descale, amax, first, last, b, h, nheads_k, out_block, rows8_k,
-                       VARLEN, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, False, False, CHUNKS)  # fmt: skip
+            if start < len_k:
+                head = folded * nheads_k + h
+                q_mean, k_mean, s = _corrections(
+                    q_sums, k_sums, 0, b * nheads_k + h, group, len_q, len_k,
+                    False, K_MEAN, EQUALISE, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D,
+                )  # fmt: skip
+                x = _rows(K, b, h, first_k, len_k, start, offs, stride_kb, stride_kn, stride_kh, HEAD_DIM, BLOCK_D)
+                if K_MEAN or Q_MEAN or EQUALISE or HADAMARD:
+                    x = _smooth_k(x.to(tl.float32), q_sums, k_mean, s, rotation, col_bias, qk_scale, head * group,
+                                  group, (b * nheads_k + h) * group, len_q, out_k, rows8_k, start + offs < len_k,
+                                  K_MEAN, Q_MEAN, EQUALISE, HADAMARD, BLOCK_D, QUANT_ROWS, CHUNKS_Q)  # fmt: skip
+                write(x, K8, k_descale, k_amax, batch * nheads_k, b, h, nheads_k, head, out_k, rows8_k,
+                      BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, CHUNKS_K)  # fmt: skip

@@ -5,7 +5,8 @@ on the host of an H200 (torch 2.11, Triton 3.6, 2026-11). So the launches of a c
 and replayed with the tensors of the next call in place of the recorded ones. Temporaries become parts of one workspace.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -169,3 +170,11 @@ class Plan:
                 compiled[grid](*args)
             else:  # what compiled[grid] does but for the hooks
                 compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+def again(launches: Sequence[Launch]) -> Callable[[], None]:
+    """Repeats some launches of a record on the very tensors that they were recorded with, which it keeps."""
+    args = [x for launch in launches for x in launch.args]
+    tensors = [x.base if hasattr(x, "block_shape") else x for x in args if not isinstance(x, (int, float, bool))]
+    kept = list({id(x): x for x in tensors if isinstance(x, torch.Tensor)}.values())
+    return partial(Plan(launches, kept).replay, kept)

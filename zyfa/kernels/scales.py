@@ -14,29 +14,18 @@ MX_GROUP: tl.constexpr = tl.constexpr(32)  # channels that share a scale in the 
 
 
 @triton.jit
-def _max_of(amax, lo, hi):
-    """The maximum of amax[lo:hi]."""
+def _max_of(amax, n):
+    """The maximum of n values."""
     best = tl.zeros([1024], tl.float32)
-    for i in range(lo, hi, 1024):
+    for i in range(0, n, 1024):
         offs = i + tl.arange(0, 1024)
-        best = tl.maximum(best, tl.load(amax + offs, offs < hi, other=0.0))
+        best = tl.maximum(best, tl.load(amax + offs, offs < n, other=0.0))
     return tl.max(best)
 
 
 @triton.jit
-def extent(which, i, n_q, n_k, per_head, GRANULARITY: tl.constexpr):
-    """The values of block_amax that the scale of block i of a tensor comes from, [first, last)."""
-    first = tl.where(which == 0, 0, n_q + (which - 1) * n_k)
-    last = tl.where(which == 0, n_q, n_q + which * n_k)
-    if GRANULARITY == "head":
-        first += i // per_head * per_head
-        last = first + per_head
-    return first, last
-
-
-@triton.jit
 def _amax(
-    y, amax, amax_lo, amax_hi, b, h, heads,
+    y, amax, all_heads, b, h, heads,
     BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, GRANULARITY: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The magnitudes that the scales come from: a number, (rows), (rows, groups) or (channels)."""
@@ -49,8 +38,10 @@ def _amax(
     elif GRANULARITY == "channel":
         parts = amax + tl.cast(b * heads + h, tl.int64) * CHUNKS * BLOCK_D
         top = tl.max(tl.load(parts + tl.arange(0, CHUNKS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]), 0)
+    elif GRANULARITY == "head":
+        top = tl.max(tl.load(amax + (b * heads + h) * CHUNKS + tl.arange(0, CHUNKS)))
     else:
-        top = _max_of(amax, amax_lo, amax_hi)
+        top = _max_of(amax, all_heads * CHUNKS)
     return top
 
 
@@ -92,39 +83,77 @@ def _store_scale(
 
 
 @triton.jit
+def _round(y, X8, TOP: tl.constexpr):
+    """Values in the element type of X8, clamped to TOP; they stay as they are where they have it."""
+    if y.dtype == X8.dtype.element_ty:
+        return y
+    # The clamp is explicit: gfx950's cast does not saturate. NaN stays NaN.
+    y = tl.clamp(y.to(tl.float32), -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
+    if X8.dtype.element_ty == tl.int8:  # the sum's last mantissa bits are the nearest integer
+        return (y + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    return y.to(X8.dtype.element_ty)
+
+
+@triton.jit
+def _power_of_two(scale, LEAST: tl.constexpr):
+    """The scale, up to a power of two: e4m3 keeps its bits, and changing units is exact."""
+    bits = (tl.cast(scale, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)
+
+
+@triton.jit
 def write(
-    y, X8, descale, amax, amax_lo, amax_hi, b, h, heads, out_block, rows8,
-    VARLEN: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
-    GRANULARITY: tl.constexpr, IS_V: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    y, X8, descale, amax, all_heads, b, h, heads, head, out_block, rows8,
+    BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr, GRANULARITY: tl.constexpr,
+    IS_V: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Scale, round, clamp and store one block of one tensor, and its scales.
 
-    INTERLEAVED: each 16 rows in the order in which lanes of attn_gluon hold columns of P: 8i + 2t + j at 4t + 2i + j.
+    head: in X8, whose batch axis is folded with varlen. amax: of "head" and "tensor" (batch, heads, CHUNKS), of
+    "channel" with the width behind; all_heads: batch * heads.
     """
-    head = h if VARLEN else b * heads + h
     if GRANULARITY != "given":
-        top = _amax(y, amax, amax_lo, amax_hi, b, h, heads, BLOCK_D, QUANT_ROWS, GRANULARITY, CHUNKS)
+        y = y.to(tl.float32)
+        top = _amax(y, amax, all_heads, b, h, heads, BLOCK_D, QUANT_ROWS, GRANULARITY, CHUNKS)
         scale = tl.maximum(top * (1.0 / TOP), MIN_SCALE)
-        if IS_V or GRANULARITY == "mx":  # up to a power of two: e4m3 keeps its bits, changing V's units is exact
-            bits = (tl.cast(scale, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-            scale = tl.maximum(bits.to(tl.float32, bitcast=True), MIN_V_SCALE if IS_V else MIN_SCALE)
+        if IS_V or GRANULARITY == "mx":
+            scale = _power_of_two(scale, MIN_V_SCALE if IS_V else MIN_SCALE)
         y = _scaled(y, scale, BLOCK_D, QUANT_ROWS, GRANULARITY)
         _store_scale(scale, descale, b, h, head, heads, out_block, rows8, BLOCK_D, QUANT_ROWS, GRANULARITY)
-    # The clamp is explicit: gfx950's cast does not saturate. NaN stays NaN.
-    y = tl.clamp(y, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
-    if X8.dtype.element_ty == tl.int8:  # the sum's last mantissa bits are the nearest integer
-        y = (y + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        y = y.to(X8.dtype.element_ty)
     offs_n = out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
-    offs_d = tl.arange(0, BLOCK_D)
     head8 = X8 + tl.cast(head, tl.int64) * BLOCK_D * rows8
-    if TRANSPOSED:
-        y = tl.trans(y)
-        if INTERLEAVED:
-            y = tl.permute(tl.reshape(y, [BLOCK_D, QUANT_ROWS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
-            y = tl.reshape(y, [BLOCK_D, QUANT_ROWS])
-        tl.store(head8 + offs_d[:, None] * rows8 + offs_n[None, :], y)
-    else:
-        tl.store(head8 + offs_n[:, None] * BLOCK_D + offs_d[None, :], y)
+    tl.store(head8 + offs_n[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], _round(y, X8, TOP))
+
+
+@triton.jit
+def quad_rows(QUANT_ROWS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first row of each four that are neighbours in V stored transposed: r, r + 1, r + 2, r + 3.
+
+    INTERLEAVED: r, r + 1, r + 8, r + 9, so that each 16 are in the order in which lanes of attn_gluon hold columns
+    of P: 8i + 2t + j at 4t + 2i + j.
+    """
+    quad = tl.arange(0, QUANT_ROWS // 4)
+    return quad // 4 * 16 + quad % 4 * 2 if INTERLEAVED else quad * 4
+
+
+@triton.jit
+def write_transposed(
+    y, X8, descale, amax, all_heads, b, h, heads, head, out_block, rows8,
+    BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr, GRANULARITY: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """write() of V as (width, rows); y (QUANT_ROWS / 4, BLOCK_D, 2, 2) holds the four rows of each of quad_rows().
+
+    A lane that holds four neighbours of the result moves 32 bits at a time through shared memory, not single bytes.
+    """
+    y = tl.reshape(y, [QUANT_ROWS // 4, BLOCK_D, 4])
+    if GRANULARITY != "given":
+        y = y.to(tl.float32)
+        top = _amax(y, amax, all_heads, b, h, heads, BLOCK_D, QUANT_ROWS, GRANULARITY, CHUNKS)
+        scale = _power_of_two(tl.maximum(top * (1.0 / TOP), MIN_SCALE), MIN_V_SCALE)
+        inverse = 1.0 / scale
+        y = y * inverse[None, :, None] if GRANULARITY == "channel" else y * inverse
+        _store_scale(scale, descale, b, h, head, heads, out_block, rows8, BLOCK_D, QUANT_ROWS, GRANULARITY)
+    y = tl.reshape(tl.permute(_round(y, X8, TOP), [1, 0, 2]), [BLOCK_D, QUANT_ROWS])
+    offs_n = out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
+    head8 = X8 + tl.cast(head, tl.int64) * BLOCK_D * rows8
+    tl.store(head8 + tl.arange(0, BLOCK_D)[:, None] * rows8 + offs_n[None, :], y)
