@@ -84,7 +84,7 @@ def _serve(conn, make: Callable[..., Evaluate], args: tuple) -> None:
         conn.send(("ready", None))
         while (job := conn.recv()) is not None:
             conn.send(_answer(evaluate, job))
-    except EOFError:  # the coordinator is gone
+    except (EOFError, ConnectionError):  # the coordinator is gone, while this waited or had an answer
         return
     except Exception:
         conn.send(("bug", traceback.format_exc()))
