@@ -145,3 +145,13 @@ def test_a_worker_whose_coordinator_is_gone_ends_in_peace_with_its_answer():
     ours.close()
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_what_a_gpu_was_used_for_is_counted_from_its_first_job(pool):
+    assert pool.usage()[0].jobs == 0
+    begun = time.monotonic()
+    run(pool, GOOD)
+    run(pool, DIES)
+    used = pool.usage()
+    assert used[0].jobs == 2 and used[3].jobs == 0
+    assert used[0].first >= begun and 0 < used[0].busy_s <= time.monotonic() - used[0].first
