@@ -3,7 +3,8 @@
     python scripts/record_listings.py gfx950 tests/data/listings
 
 One architecture a process: Triton 3.6 keeps the FP8 conversion of the first AMD target for all that follow. Kept are
-the span from the first matrix loop to the last, with labels or addresses, and the lines that state resources.
+the span from the first matrix loop to the last, with labels or addresses, and the lines that state resources; of the
+warp-specialised kernel all instructions, for its partitions are entered through a table and wait behind the code.
 """
 
 import argparse
@@ -27,7 +28,10 @@ KERNELS = {  # name in the file: key, config
         "fp8": (_KEY._replace(dtype="fp8"), AttentionConfig(128, 64, 4, 2, recipe="block")),
     },
     "gfx942": {"fp8": (_KEY._replace(dtype="fp8"), AttentionConfig(128, 64, 4, 1, recipe="block"))},
-    "sm90": {"fp8": (_KEY._replace(dtype="fp8"), _SM90)},
+    "sm90": {
+        "fp8": (_KEY._replace(dtype="fp8"), _SM90),
+        "gluon": (_KEY, AttentionConfig(128, 64, 8, 2, variant="gluon", ping_pong=True)),
+    },
 }
 
 
@@ -45,11 +49,12 @@ def trimmed_gfx(listing: str) -> str:
     return "\n".join([*kept[start:stop], ".Lfunc_end0:", *fields, ""])
 
 
-def trimmed_sass(listing: str) -> str:
-    """Instructions from the first matrix loop to the last with their addresses, without encodings, and the usage."""
+def trimmed_sass(listing: str, whole: bool) -> str:
+    """Instructions from the first matrix loop to the last, or all, with addresses, without encodings; and the usage."""
     kept = [re.sub(r"\s*/\* 0x[0-9a-f]{16} \*/\s*$", "", line) for line in listing.splitlines()]
     code = [line for line in kept if facts._SASS_LINE.match(line)]
     first, last = _span(facts._parse_sass("\n".join(code)), lambda op: facts._MATRIX.match(op) is not None)
+    first, last = (0, len(code)) if whole else (first, last)
     usage = [line for line in kept if facts._SASS_USAGE.search(line)]
     return "\n".join([*usage, *code[first : last + 1], ""])
 
@@ -71,7 +76,7 @@ def main() -> None:
         with _target(given.arch):
             kernel = compile_for(key, config, given.arch)
         if given.arch == "sm90":
-            text = trimmed_sass(facts.sass_listing(kernel.asm["cubin"]))
+            text = trimmed_sass(facts.sass_listing(kernel.asm["cubin"]), config.variant == "gluon")
         else:
             text = trimmed_gfx(kernel.asm["amdgcn"])
         path = given.folder / f"{given.arch}-{name}-triton{triton.__version__}.txt.gz"

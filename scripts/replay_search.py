@@ -1,15 +1,17 @@
 """Replays recorded landscapes without a GPU: how many timed trials each search needs, and what it misses at a budget.
 
     .venv/bin/python scripts/replay_search.py                             our search, random, Optuna's samplers
-    .venv/bin/python scripts/replay_search.py --kernel-tuner KT/bin/python --smac SMAC/bin/python   and these
+    .venv/bin/python scripts/replay_search.py --kernel-tuner KT/bin/python --smac SMAC/bin/python --optuna OPT/python
     .venv/bin/python scripts/replay_search.py --strategies cold,warm --seeds 5 --no-write
+    .venv/bin/python scripts/replay_search.py --folder benchmarks/h200/landscapes-gluon
 
 A trial told to a search is the median of as many of the recorded repeats, drawn with replacement: the noise of the GPU.
 What it found is judged by the recorded median. "unseeded": nothing is known. "cold": with the seeds of the
 architecture, of which the tiles for sm90 come from sweeps on this kind of GPU. "warm": with the trials of the other
 cells of the dtype, at other lengths and masks, which were searched cold. Optuna's samplers get our treatment of repeats
-and of illegal points, but no seeds. Kernel Tuner and SMAC run in interpreters that have them, over the same legal
-configs (rivals.py). Writes benchmarks/<sku>/search.json and search.md; rows there of other strategies are kept.
+and of illegal points, but no seeds; "gp" needs scipy. Kernel Tuner, SMAC, and Optuna's samplers that know no categories
+(CMA-ES, QMC) run in interpreters that have them, over the same legal configs (rivals.py). Writes search.json and
+search.md (search-gluon.* for landscapes-gluon) beside the folder; rows there of other strategies are kept.
 """
 
 import argparse
@@ -42,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.95, 0.98, 0.99)  # of the fastest recorded config's speed
 BUDGETS = (10, 15, 20, 40)  # trials at which regret is stated
 TRIALS = 50  # of every search but those that `FEWER` names
-FEWER = {"optuna gp": (40, 3)}  # trials and seeds at most: 0.2 to 1 s an ask
+FEWER = {"optuna gp": (40, 5)}  # trials and seeds at most: 0.2 to 1 s an ask
 NEIGHBOURS = 4  # cells whose trials a warm start gets
 OURS = ("unseeded", "cold", "warm")
 OPTUNA = {"random": "random", "optuna tpe": "tpe", "optuna gp": "gp", "optuna nsga2": "nsga2"}
@@ -52,7 +54,9 @@ Trace = dict[AttentionConfig, float | None]  # config: ms as the search was told
 
 def told(entry: Entry, draw: random.Random) -> float | None:
     """What timing this config once more would have given."""
-    return statistics.median(draw.choices(entry.samples_ms, k=len(entry.samples_ms))) if entry.samples_ms else None
+    if entry.outcome != "ok":  # a gated config may have been timed, but no search would
+        return None
+    return statistics.median(draw.choices(entry.samples_ms, k=len(entry.samples_ms)))
 
 
 def search(landscape: Landscape, study: CellStudy, trials: int, seed: int) -> Trace:
@@ -218,6 +222,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=TRIALS)
     parser.add_argument("--kernel-tuner", help="an interpreter that has kernel_tuner")
     parser.add_argument("--smac", help="an interpreter that has smac")
+    parser.add_argument("--optuna", help="an interpreter that has optuna, scipy and cmaes")
     parser.add_argument("--no-write", action="store_true", help="print only")
     given = parser.parse_args()
     landscapes = read_all(given.folder)
@@ -227,7 +232,7 @@ def main() -> int:
     replay, text = Replay(landscapes, given.arch, given.trials), ""
     for strategy in filter(None, given.strategies.split(",")):
         text = keep(given.folder, landscapes, measure(replay, [strategy], given.seeds, print), not given.no_write)
-    for which, python in (("kernel_tuner", given.kernel_tuner), ("smac", given.smac)):
+    for which, python in (("kernel_tuner", given.kernel_tuner), ("smac", given.smac), ("optuna", given.optuna)):
         if python:
             found = rivals(python, which, replay, given.seeds, given.trials)
             rows = {name: summarise(runs) for name, runs in found.items()}
@@ -238,8 +243,8 @@ def main() -> int:
 
 def keep(folder: Path, landscapes: Sequence[Landscape], rows: dict[str, dict], write: bool) -> str:
     """Adds rows to the stored ones, if those are of the same landscapes; returns the table."""
-    where, names = folder.parent / "search.json", [each.name for each in landscapes]
-    sums = {name: hashlib.sha256((folder / f"{name}{SUFFIX}").read_bytes()).hexdigest()[:16] for name in names}
+    where, names = table_of(folder), [each.name for each in landscapes]
+    sums = sums_of(folder, names)
     if where.exists() and (before := json.loads(where.read_text()))["landscapes"] == sums:
         rows = before["rows"] | rows
     order = (*OURS, *OPTUNA, *rows)
@@ -252,8 +257,18 @@ def keep(folder: Path, landscapes: Sequence[Landscape], rows: dict[str, dict], w
     text = markdown(head, rows)
     if write:
         where.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
-        (folder.parent / "search.md").write_text(text)
+        where.with_suffix(".md").write_text(text)
     return text
+
+
+def sums_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """What tells whether figures belong to the landscapes of a folder."""
+    return {name: hashlib.sha256((folder / f"{name}{SUFFIX}").read_bytes()).hexdigest()[:16] for name in names}
+
+
+def table_of(folder: Path) -> Path:
+    """Where the figures of a folder of landscapes are kept: search.json, or search-gluon.json of landscapes-gluon."""
+    return folder.parent / f"search{folder.name.removeprefix('landscapes')}.json"
 
 
 if __name__ == "__main__":

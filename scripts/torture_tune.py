@@ -1,38 +1,40 @@
 """Kills tuning runs, and their workers, with SIGKILL at random moments, and counts what that costs.
 
-    .venv/bin/python scripts/torture_tune.py                    200 moments, some minutes
+    .venv/bin/python scripts/torture_tune.py                    200 moments, a quarter of an hour
     .venv/bin/python scripts/torture_tune.py --moments 10
 
-Two cells of recorded timings are searched on two pretended GPUs until every config of them is known. After each kill
-of the coordinator the database must be whole, and at most one finished trial of each GPU may be missing in it. In the
-end the winners must be those of a run that nobody disturbed. Prints one JSON object; exit 1 if anything differs.
-Imports are not counted as resuming: the killed process is forked from one that has them, and so are its workers.
+Two cells of recorded timings are searched on two pretended GPUs until every config of them is known. Each run is a
+fresh interpreter in a session of its own, with workers as WorkerPool starts them. After each kill of the coordinator
+the database must be whole, and at most one finished trial of each GPU may be missing in it. In the end the winners
+must be those of a run that nobody disturbed. Resuming is counted from the end of the imports to the first trial that
+is given out. Prints one JSON object; exit 1 if anything differs, or if resuming took 2 s.
 """
 
 import argparse
 import contextlib
-import ctypes
+import fcntl
+import functools
 import json
-import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from zyfa.config import AttentionConfig
+from zyfa.config import AttentionConfig, cell_of
 from zyfa.device import device_of_sku
-from zyfa.tuner import worker
 from zyfa.tuner.cells import Setup
 from zyfa.tuner.coordinator import Coordinator
 from zyfa.tuner.effort import Effort
 from zyfa.tuner.exhaustive import sample
-from zyfa.tuner.landscape import Landscape, read_all
+from zyfa.tuner.landscape import Landscape, read
 from zyfa.tuner.plan import PlannedCell
 from zyfa.tuner.timing import Repeats
 from zyfa.tuner.worker import Result, WorkerPool
@@ -46,11 +48,25 @@ from fake_landscape import FakeFarm, make_tools
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = device_of_sku("h200")
 GPUS = (0, 1)
-PR_SET_PDEATHSIG = 1
 CONFIGS = 40  # of each cell
 TRIAL_S = 0.1  # as on a GPU
+END_S = 60.0  # within which a run begins, answers, and workers whose coordinator is gone end
+RESUME_S = 2.0
 EFFORT = Effort(CONFIGS, CONFIGS, 3, Repeats(), Repeats())
-SETUP = Setup("measure", Toolchain("torture", "3.7.1", "2.13.0", "570.1"), EFFORT, lookahead=8)
+
+
+class Thorough(Setup):
+    """Tries every config of a cell, so that the winner depends on no order."""
+
+    @property
+    def min_gain(self) -> float:
+        return 0.0
+
+
+SETUP = Thorough("measure", Toolchain("torture", "3.7.1", "2.13.0", "570.1"), EFFORT, lookahead=8)
+
+
+# --- what is killed --------------------------------------------------------------------------------------------------
 
 
 class Silent:
@@ -64,11 +80,11 @@ class Silent:
 class Recorded:
     """What a worker runs: answers from the landscapes, and writes down each answer before it gives it."""
 
-    def __init__(self, gpu: int, log: Path, cells: list[Landscape]):
+    def __init__(self, log: Path, cells: Sequence[Landscape], gpu: int, arch: str):
         self._log, self._cells = log / f"gpu{gpu}", {cell.key: cell for cell in cells}
-        # Forked workers hold each other's pipes open and would not see the coordinator's end; spawned ones do.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        (log / f"pid{gpu}").write_text(str(os.getpid()))
+        self._alive = (log / f"alive{gpu}").open("w")
+        fcntl.flock(self._alive, fcntl.LOCK_SH)  # until the process ends, however it does
+        (log / f"pid{gpu}-{os.getppid()}").write_text(str(os.getpid()))
 
     def __call__(self, job) -> list[Result]:
         time.sleep(TRIAL_S * len(job.configs))
@@ -86,57 +102,127 @@ class Recorded:
 
 
 class Pool(WorkerPool):
-    """Notes when the first job is given out."""
+    """Writes down when the first job is given out."""
 
-    first = 0.0
+    log: Path | None = None
 
     def submit(self, gpu, job, limit_s):
-        self.first = self.first or time.monotonic()
+        if self.log:
+            (self.log / "asked").write_text(str(time.monotonic()))
+            self.log = None
         return super().submit(gpu, job, limit_s)
 
 
-def tune(path: Path, log: Path, cells: list[Landscape]) -> dict:
-    """One run from opening the database to its end, or until someone kills it."""
-    begun = time.monotonic()
-    # A worker that is forked amid threads may inherit a lock that nobody holds any more; it is started anew.
-    worker.START_LIMIT_S, worker.MAX_BAD_STARTS = 5.0, 10
-    worker.multiprocessing.get_context = lambda method: multiprocessing.context.ForkContext()  # type: ignore[attr-defined]
+def tune(path: Path, log: Path, cells: Sequence[Landscape]) -> None:
+    """One run from opening the database to its end, or until someone kills it; writes its winners to log/winners."""
+    (log / "imported").write_text(str(time.monotonic()))
     spaces = {cell.key: cell.space() for cell in cells}
     seeds = {key: [space.candidates()[0]] for key, space in spaces.items()}
     tools = make_tools(FakeFarm())._replace(
         space=spaces.__getitem__, seeds=seeds.__getitem__, gate=lambda *build: None, predict=None
     )
-    pool = Pool(GPUS, DEVICE.arch, lambda gpu, arch: Recorded(gpu, log, cells))
-    plan = [PlannedCell(_cell(cell), cell.key, 1.0) for cell in cells]
+    pool = Pool(GPUS, DEVICE.arch, functools.partial(Recorded, log, cells))
+    pool.log = log
+    plan = [PlannedCell(cell_of(cell.key), cell.key, 1.0) for cell in cells]
     with Store(path, DEVICE) as store:
-        coordinator = Coordinator(plan, SETUP, tools, store, Silent(), pool=pool)
-        (log / "running").touch()
-        runs = coordinator.run()
+        runs = Coordinator(plan, SETUP, tools, store, Silent(), pool=pool).run()
         pool.close()
-        if pool.first:
-            (log / "resume_s").write_text(str(pool.first - begun))
-        return {run.key.seqlen_k: run.winner[0].to_json() for run in runs if run.winner}
+    winners = {run.key.seqlen_k: run.winner[0].to_json() for run in runs if run.winner}
+    (log / "winners").write_text(json.dumps(winners))
 
 
-def _cell(landscape: Landscape):
-    from zyfa.config import cell_of
+def cells_of(folder: Path) -> list[Landscape]:
+    """Two cells of the recorded landscapes, CONFIGS of each."""
+    chosen = []
+    for path in sorted(folder.glob("bf16-*"))[:2]:
+        cell = read(path)
+        configs = sample(list(cell.entries), CONFIGS)
+        chosen.append(cell._replace(entries={config: cell.entries[config] for config in configs}))
+    return chosen
 
-    return cell_of(landscape.key)
+
+# --- who kills -------------------------------------------------------------------------------------------------------
 
 
-def fork(path: Path, log: Path, cells: list[Landscape]) -> int:
-    """Process id of a child that tunes; it writes its winners to log/winners and ends with 0."""
-    (log / "running").unlink(missing_ok=True)
-    child = os.fork()
-    if child:
-        return child
-    code = 1
+class Life:
+    """A run on a database, from its start to its end or its kill. Raises RuntimeError where it fails by itself."""
+
+    def __init__(self, path: Path, log: Path, folder: Path):
+        self._log = log
+        for name in ("imported", "asked"):
+            (log / name).unlink(missing_ok=True)
+        command = [sys.executable, "-P", __file__, "--folder", str(folder), "--run", str(path), str(log)]
+        self._process = subprocess.Popen(command, start_new_session=True)
+        self._until(lambda: bool(self._read("imported")))
+
+    @property
+    def ended(self) -> bool:
+        code = self._process.poll()
+        if code:
+            raise RuntimeError(f"a run ended with {code}")
+        return code == 0
+
+    @property
+    def resume_s(self) -> float:
+        """From the end of the imports to the first trial; 0 if none was given out."""
+        return float(self._read("asked") or 0) - float(self._read("imported")) if self._read("asked") else 0.0
+
+    def wait(self) -> None:
+        """Until it ends by itself."""
+        self._until(lambda: False)
+
+    def pass_moment(self) -> None:
+        """Lets a random time pass: half of the moments lie in the start of a run, half between its answers."""
+        if random.random() < 0.5:
+            before = self._answers()
+            self._until(lambda: self._answers() > before)
+        until = time.monotonic() + random.uniform(0.0, 0.5)
+        self._until(lambda: time.monotonic() >= until)
+
+    def kill_worker(self) -> bool:
+        """Kills a worker, if one has started."""
+        pids = [int(text) for file in self._log.glob(f"pid*-{self._process.pid}") if (text := file.read_text())]
+        if not pids:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(random.choice(pids), signal.SIGKILL)
+        return True
+
+    def kill(self) -> None:
+        """Kills the coordinator, in half of the cases its workers with it; returns when all of them are gone."""
+        kill = os.killpg if random.random() < 0.5 else os.kill
+        kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for path in self._log.glob("alive*"):
+            with path.open() as file:
+                _wait_for(lambda file=file: _locked(file))
+
+    def _answers(self) -> int:
+        return sum(path.stat().st_size for path in self._log.glob("gpu*"))
+
+    def _until(self, true) -> None:
+        _wait_for(lambda: self.ended or true())
+
+    def _read(self, name: str) -> str:
+        path = self._log / name
+        return path.read_text() if path.exists() else ""
+
+
+def _wait_for(true) -> None:
+    until = time.monotonic() + END_S
+    while not true():
+        if time.monotonic() >= until:
+            raise RuntimeError(f"nothing happened within {END_S:g} s")
+        time.sleep(0.005)
+
+
+def _locked(file) -> bool:
+    """Whether no worker holds the file any more."""
     try:
-        os.setsid()
-        (log / "winners").write_text(json.dumps(tune(path, log, cells)))
-        code = 0
-    finally:
-        os._exit(code)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def lost(path: Path, log: Path) -> int:
@@ -151,73 +237,41 @@ def lost(path: Path, log: Path) -> int:
     return max(finished.values(), default=0)
 
 
-def torture(folder: Path, cells: list[Landscape], moments: int) -> dict:
+def torture(work: Path, folder: Path, moments: int) -> dict:
     """Runs, kills and resumes on one database after another until `moments` kills have hit."""
     counts = {"coordinator_kills": 0, "worker_kills": 0, "runs": 0, "most_lost": 0, "faults": 0, "other_winners": 0}
-    calm = _fresh(folder / "calm")
-    os.waitpid(fork(folder / "calm.sqlite", calm, cells), 0)
-    slowest, wanted = 0.0, json.loads((calm / "winners").read_text())
-    while counts["coordinator_kills"] + counts["worker_kills"] < moments:
+    resumes: list[float] = []
+    wanted = _winners(work, "calm", folder)
+    while (left := moments - counts["coordinator_kills"] - counts["worker_kills"]) > 0:
         counts["runs"] += 1
-        path, log = folder / f"run{counts['runs']}.sqlite", _fresh(folder / f"run{counts['runs']}")
-        child = fork(path, log, cells)
-        while not _ended(child, random.uniform(0.02, 0.5)):
-            if random.random() < 0.2 and (victim := _worker(log)):
-                _kill(victim)
-                counts["worker_kills"] += 1
-                continue
-            os.killpg(child, signal.SIGKILL) if random.random() < 0.5 else os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            counts["coordinator_kills"] += 1
-            counts["most_lost"] = max(counts["most_lost"], lost(path, log))
-            counts["faults"] += len(findings(path))
-            begun = time.monotonic()
-            child = fork(path, log, cells)
-            while not (log / "running").exists() and time.monotonic() - begun < 60:
-                time.sleep(0.01)
-            slowest = max(slowest, time.monotonic() - begun)
+        found = _winners(work, f"run{counts['runs']}", folder, left, counts, resumes)
+        counts["other_winners"] += found != wanted
+    return counts | {"slowest_resume_s": round(max(resumes, default=0.0), 2), "winners": wanted}
+
+
+def _winners(work: Path, name: str, folder: Path, kills: int = 0, counts=None, resumes=None) -> dict:
+    """The winners of one database, whose runs were killed `kills` times unless they ended before."""
+    path, log = work / f"{name}.sqlite", work / name
+    log.mkdir()
+    life = Life(path, log, folder)
+    for _ in range(kills):
+        life.pass_moment()
+        if life.ended:
+            break
+        if random.random() < 0.2 and life.kill_worker():
+            counts["worker_kills"] += 1
+            continue
+        life.kill()
+        counts["coordinator_kills"] += 1
+        resumes.append(life.resume_s)
+        counts["most_lost"] = max(counts["most_lost"], lost(path, log))
         counts["faults"] += len(findings(path))
-        counts["other_winners"] += json.loads((log / "winners").read_text()) != wanted
-    return counts | {"slowest_resume_s": round(slowest, 2), "winners": wanted}
-
-
-def _fresh(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
-def _worker(log: Path) -> int | None:
-    """The process id of a worker, if one has started."""
-    pids = [int(text) for file in log.glob("pid*") if (text := file.read_text())]
-    return random.choice(pids) if pids else None
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _ended(child: int, within_s: float) -> bool:
-    """Whether a child ends by itself within the time; raises RuntimeError if it fails."""
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            if code := os.waitstatus_to_exitcode(status):
-                raise RuntimeError(f"a run ended with {code}")
-            return True
-        time.sleep(0.005)
-    return False
-
-
-def cells_of(folder: Path) -> list[Landscape]:
-    """Two cells of the recorded landscapes, CONFIGS of each."""
-    found = [cell for cell in read_all(folder) if cell.key.dtype == "bf16"][:2]
-    chosen = []
-    for cell in found:
-        configs = sample(list(cell.entries), CONFIGS)
-        chosen.append(cell._replace(entries={config: cell.entries[config] for config in configs}))
-    return chosen
+        life = Life(path, log, folder)
+    life.wait()
+    if counts:
+        resumes.append(life.resume_s)
+        counts["faults"] += len(findings(path))
+    return json.loads((log / "winners").read_text())
 
 
 def main() -> int:
@@ -225,12 +279,18 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "h200" / "landscapes")
+    parser.add_argument("--run", nargs=2, type=Path, metavar=("DATABASE", "LOG"), help="be one of the runs")
     given = parser.parse_args()
+    if given.run:
+        database, log = given.run
+        tune(database, log, cells_of(given.folder))
+        return 0
     random.seed(given.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        result = torture(Path(folder), cells_of(given.folder), given.moments)
+    with tempfile.TemporaryDirectory() as work:
+        result = torture(Path(work), given.folder, given.moments)
     print(json.dumps(result, indent=1))
-    return int(result["most_lost"] > 1 or result["faults"] or result["other_winners"] or result["slowest_resume_s"] > 2)
+    good = result["most_lost"] <= 1 and result["faults"] == result["other_winners"] == 0
+    return int(not good or result["slowest_resume_s"] > RESUME_S)
 
 
 if __name__ == "__main__":

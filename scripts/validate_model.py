@@ -31,6 +31,7 @@ from zyfa.tuning_db.reader import DATA
 SHIPPED = DATA / "nvidia-sm90-h200-sm132.sqlite"
 # What a model must reach, held out, before its order may be called a ranking and not only a pruning.
 ACCEPT = {"tau_median": (">=", 0.5), "top5_median": ("<=", 0.05), "top5_p90": ("<=", 0.12)}
+NEAR = 0.02  # of the best time: a config that would do as well
 GATES = {  # rules that a gate could have; the first is the one in use
     "in use": lambda at, t: gate(t.facts, at.key, t.config, t.facts.arch) is not None,
     "scratch in a loop": lambda at, t: t.facts.scratch_in_loops > 0,
@@ -121,9 +122,13 @@ def scores(scored: Sequence[tuple[Landscape, Fit]]) -> dict[str, list[Score]]:
     return rows | {name: [score(at.timed, by(at)) for at in everything] for name, by in baselines.items()}
 
 
-def discards(landscapes: Sequence[Landscape]) -> dict[str, dict[str, int]]:
-    """Of the five fastest of each landscape, and of the fastest alone, how many each gate would have thrown away."""
-    found = {}
+def discards(landscapes: Sequence[Landscape]) -> dict[str, dict[str, float]]:
+    """Of the five fastest of each landscape, of the fastest alone, and of those within NEAR of it, how many each gate
+    would throw away, and what the worst landscape would lose.
+
+    A config that was gated counts where it was timed all the same, as zyfa-tune --exhaustive does.
+    """
+    found, best = {}, {at.key: min(t.ms for t in at.timed) for at in landscapes}
     for name, rule in GATES.items():
         fastest = [(at, t) for at in landscapes for t in sorted(at.timed, key=lambda t: t.ms)[:5]]
         firsts = [(at, min(at.timed, key=lambda t: t.ms)) for at in landscapes]
@@ -134,8 +139,16 @@ def discards(landscapes: Sequence[Landscape]) -> dict[str, dict[str, int]]:
             "best": len(firsts),
             "of_timed": sum(rule(at, t) for at in landscapes for t in at.timed),
             "timed": sum(len(at.timed) for at in landscapes),
+            "near_best": sum(rule(at, t) and t.ms <= (1 + NEAR) * best[at.key] for at in landscapes for t in at.timed),
+            "worst_cost": round(max(_cost(at, rule) for at in landscapes), 4),
         }
     return found
+
+
+def _cost(at: Landscape, rule) -> float:
+    """How much slower the best config is that a gate lets through than the best of all; inf if it lets none through."""
+    kept = [t.ms for t in at.timed if not rule(at, t)]
+    return min(kept, default=math.inf) / min(t.ms for t in at.timed) - 1
 
 
 def reliability(scored: Sequence[tuple[Landscape, Fit]]) -> dict[str, dict[str, float]]:
@@ -211,10 +224,12 @@ def markdown(found: dict) -> str:
             for s in ("tau_median", "top1_median", "top1_p90", "top5_median", "top5_p90", "recall_mean")
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| gate | discards of the five fastest | of the fastest | of all timed |", "|---|---|---|---|"]
+    near = f"within {NEAR:.0%} of the best"
+    lines += ["", f"| gate | discards of the five fastest | of the fastest | of all timed | {near} | costs at most |"]
+    lines.append("|---" * 6 + "|")
     for name, n in found["gate"].items():
         counts = (f"{n[f'of_{which}']} of {n[which]}" for which in ("top5", "best", "timed"))
-        lines.append(f"| {name} | " + " | ".join(counts) + " |")
+        lines.append(f"| {name} | {' | '.join(counts)} | {n['near_best']} | {n['worst_cost']:.1%} |")
     lines += ["", "| grade | configs | median error of the time | inside the interval |", "|---|---|---|---|"]
     for grade, n in found["grades"].items():
         error, inside = math.expm1(n["median_log_error"]), n["inside_interval"]

@@ -1,5 +1,7 @@
 """Audits, splits and rechecks on the fake landscape: a row that loses is found, a cell that lies is split."""
 
+import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,9 +10,22 @@ from test_coordinator import EFFORT, MEASURE, FakePool, Silent
 
 from zyfa.config import AttentionConfig, cell_of, octave_of
 from zyfa.device import device_of_sku
-from zyfa.tuner.audit import Audit, describe, irregular, rivals, summary
+from zyfa.tuner.audit import (
+    AHEAD,
+    COLUMNS,
+    Audit,
+    Finding,
+    Plan,
+    broken_cells,
+    describe,
+    irregular,
+    rivals,
+    summary,
+    to_json,
+    workload_line,
+)
 from zyfa.tuner.coordinator import Coordinator
-from zyfa.tuner.plan import grid
+from zyfa.tuner.plan import from_workload, grid
 from zyfa.tuner.report import moved, row_of
 from zyfa.tuner.split import half_of, probes, promise_broken
 from zyfa.tuner.worker import Result
@@ -43,18 +58,20 @@ def tune(store, cells=CELLS, setup=MEASURE, pool=None, seeds=(DEFAULT, BEST, NEA
     return Coordinator(cells, setup, tools, store, display, pool=pool or FakePool()).run(), display
 
 
-def audited(store, keys, choose, pool=None, seeds=(DEFAULT,)):
+def audited(store, keys, config, match="cell", pool=None, stopped=lambda: False):
     said = []
-    audit = Audit(choose, store.trials(), MEASURE, make_tools(FakeFarm(), seeds=seeds), pool or FakePool())
-    return audit.run(keys, lambda: False, said.append), said
+    audit = Audit(store.trials(), MEASURE, make_tools(FakeFarm()), pool or FakePool())
+    return audit.run([Plan(key, config, match) for key in keys], stopped, said.append), said
 
 
 def test_irregular_shapes_lie_in_every_class_and_beside_the_cells():
     keys = irregular(CELLS, 200, 0)
     assert len(keys) == 200 and keys == irregular(CELLS, 200, 0) != irregular(CELLS, 200, 1)
-    assert {k.causal for k in keys} == {True, False} and {k.batch for k in keys} >= {1, 2, 3}
+    assert {k.causal for k in keys} == {True, False} and {k.batch for k in keys} == {1, 2, 3, 4}
     assert all(256 < k.seqlen_q <= 2048 and k.seqlen_k >= k.seqlen_q for k in keys)
-    assert sum(k.seqlen_k > k.seqlen_q for k in keys) > 20
+    inside = [k for k in keys if octave_of(cell_of(k)) in {cell.cell for cell in CELLS}]
+    assert 140 <= len(inside) <= 170 and {k.nheads for k in inside} == {32, 24}
+    assert 10 < sum(k.seqlen_k > k.seqlen_q for k in keys) < 40
     assert sum(k.seqlen_q & (k.seqlen_q - 1) != 0 for k in keys) > 180
 
 
@@ -62,22 +79,62 @@ def test_regret_is_what_a_better_known_config_gains(store):
     tune(store)
     keys = irregular(CELLS, 6, 0)
     assert BEST in rivals(keys[0], store.trials())
-    found, said = audited(store, keys, lambda key: (DEFAULT, "nearest measured"))
+    found, said = audited(store, keys, DEFAULT, "nearest measured")
     loss = 100 * (time_of(keys[0], DEFAULT) / time_of(keys[0], BEST) - 1)
     assert all(each.best == BEST and each.regret == pytest.approx(loss) for each in found)
     assert len(said) == 6 and f"regret {loss:.2f} %" in said[0]
     figures = summary(found)
     assert figures["worst"] == figures["median"] == pytest.approx(loss) and figures["failed"] == 0
     assert figures["by_match"]["nearest measured"]["shapes"] == 6
-    found, _ = audited(store, keys, lambda key: (BEST, "exact measured"))
+    found, _ = audited(store, keys, BEST, "exact measured")
     assert summary(found)["worst"] == 0 and "best" not in describe(found[0])
 
 
 def test_a_config_that_is_wrong_at_an_irregular_shape_is_a_failure_and_no_regret(store):
     tune(store)
     pool = FakePool(finals={BEST: Result("wrong", reason="error")})
-    found, _ = audited(store, irregular(CELLS, 4, 0), lambda key: (BEST, "exact measured"), pool)
+    found, _ = audited(store, irregular(CELLS, 4, 0), BEST, "exact measured", pool)
     assert summary(found)["failed"] == 4 and "wrong" in describe(found[0])
+
+
+class Together(FakePool):
+    """Answers only once both GPUs have a shape."""
+
+    both = threading.Barrier(2)
+
+    def _run(self, job):
+        self.both.wait(60)
+        return super()._run(job)
+
+
+def test_shapes_are_timed_on_all_gpus_at_once_and_reported_in_order(store):
+    keys = irregular(CELLS, 8, 0)
+    found, said = audited(store, keys, BEST, pool=Together())
+    assert [each.key for each in found] == keys and len(said) == 8
+
+
+def test_a_stopped_audit_keeps_what_was_handed_out(store):
+    keys, handed = irregular(CELLS, 40, 0), []
+    found, _ = audited(store, keys, BEST, stopped=lambda: handed.append(1) or len(handed) > 2 * AHEAD + 3)
+    assert [each.key for each in found] == keys[: 2 * AHEAD + 3]
+
+
+def test_a_report_of_200_shapes_is_short_and_names_the_cells_to_tune(tmp_path):
+    keys = irregular(CELLS, 200, 0)
+    found = [Finding(key, NEAR, "nearest measured", BEST, 0.123456, 4.0 + n / 100, 3.5) for n, key in enumerate(keys)]
+    found[0] = found[0]._replace(regret=0.0, best=NEAR)
+    text = to_json({"sku": "x"}, found)
+    report = json.loads(text)
+    assert len(text) < 30_000 and len(report["rows"]) == 200 and report["configs"] == [NEAR.to_dict(), BEST.to_dict()]
+    row = dict(zip(COLUMNS, report["rows"][199], strict=True))
+    assert (
+        row["ms"] == 0.1235 and row["regret_pct"] == 5.99 == report["worst"] and (row["config"], row["best"]) == (0, 1)
+    )
+    cells = broken_cells(found)
+    assert {octave_of(cell_of(key)) for key in keys[1:]} == set(map(cell_of, cells))
+    assert len(cells) == len(report["cells_to_tune"]) and max(cells.values()) == pytest.approx(5.99)
+    (tmp_path / "calls.jsonl").write_text("\n".join(map(workload_line, cells)))
+    assert {cell.key for cell in from_workload(tmp_path / "calls.jsonl", ("bf16",))} == set(cells)
 
 
 def test_probes_lie_in_the_lower_half_of_the_cell():
@@ -100,7 +157,7 @@ def test_a_cell_whose_winner_loses_in_its_lower_half_is_split_and_served_from_th
     assert all(run.winner[0] == BEST for run in runs)
     halves = []
     for run in runs:
-        found, _ = audited(store, probes(run.planned, 0), lambda key: (BEST, "cell"), pool)
+        found, _ = audited(store, probes(run.planned, 0), BEST, pool=pool)
         assert [each.regret for each in found] == pytest.approx([100 * (1.1 * 0.8) ** -1 - 100] * 3, abs=1e-6)
         assert promise_broken(found)
         halves.append(half_of(run.planned))
@@ -116,7 +173,7 @@ def test_a_cell_whose_winner_loses_in_its_lower_half_is_split_and_served_from_th
 
 def test_a_cell_that_keeps_its_promise_stays_whole(store):
     runs, _ = tune(store)
-    found, _ = audited(store, probes(runs[0].planned, 0), lambda key: (BEST, "cell"))
+    found, _ = audited(store, probes(runs[0].planned, 0), BEST)
     assert not promise_broken(found) and not promise_broken([])
 
 

@@ -14,7 +14,7 @@ from zyfa.tuner.coordinator import Coordinator
 from zyfa.tuner.effort import Effort
 from zyfa.tuner.plan import grid
 from zyfa.tuner.timing import Repeats
-from zyfa.tuner.worker import Result, WorkerError
+from zyfa.tuner.worker import Result, Usage, WorkerError
 from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Store
 
@@ -53,6 +53,9 @@ class FakePool:
         if len(job.configs) > 1:
             self.comparisons.append((job.key, job.configs))
         return self._threads.submit(self._run, job)
+
+    def usage(self):
+        return {gpu: Usage(3, time.monotonic() - 5.0, 4.0) for gpu in self.gpus}
 
     def _run(self, job):
         special = self._finals if len(job.configs) > 1 else self._special

@@ -201,6 +201,36 @@ def test_waiting_loops_inside_do_not_hide_the_matrix_loop():
     assert bodies(code) == [["MMA", "poll", "again", "b", "jump"]]
 
 
+def test_what_spins_beside_the_path_is_no_work_of_a_trip():
+    # "wait" finds its barrier open and falls through, or spins behind the end of the code (6, 7) and comes back.
+    code = ops(
+        "a", ("wait", 6), "MMA", ("jump", 1), "x", ("end", None, False), "poll", ("again", 6), ("back", 2, False)
+    )
+    assert bodies(code) == [["wait", "MMA", "jump"]]
+
+
+def test_partitions_that_a_table_of_jumps_enters_have_loops_of_their_own():
+    part = ["nop", "MMA", "x"]
+    code = ops(
+        ("table", None, False), *part, ("jump", 2), ("end", None, False), *part, ("jump", 7), ("end", None, False)
+    )
+    assert bodies(code) == [["MMA", "x", "jump"]] * 2
+
+
+def test_the_warp_specialised_kernel_has_two_loops_in_each_of_its_two_copies():
+    """Ping-pong of two warp groups of 64 rows: each has a loop without and one with masks, which wait for K and V."""
+    text = gzip.decompress((DATA / "listings" / "sm90-gluon-triton3.7.1.txt.gz").read_bytes()).decode()
+    facts = sass_facts(text, 131168, 12)
+    assert len(facts.loops) == 4 and (facts.registers, facts.workgroups_per_unit) == (168, 1)
+    for loop in facts.loops:
+        assert {op: n for op, n in loop.mix.items() if "MMA" in op} == {
+            "HGMMA.64x64x16.F32.BF16": 128 // 16, "HGMMA.64x128x16.F32.BF16": 64 // 16,
+        }  # fmt: skip
+        assert 64 * 64 // 128 < loop.mix["trans"] <= 64 * 64 // 128 + 3 and loop.mix["waitcnt"] == 8
+    costs = sorted(loop.mix["valu_half"] for loop in facts.loops)
+    assert costs[0] == costs[1] and costs[2] == costs[3] > 2 * costs[0]  # masks
+
+
 def test_two_back_edges_to_one_header_are_one_loop():
     code = ops("a", "MMA", ("jump", 1), "b", ("jump", 1), "end")
     assert bodies(code) == [["MMA", "jump", "b", "jump"]]

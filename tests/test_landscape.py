@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from fake_landscape import DEFAULT, KEY, FakeFacts, FakeFarm, candidates, make_tools, time_of
+from fake_landscape import DEFAULT, KEY, FakeFarm, candidates, make_tools, time_of
 from test_coordinator import MEASURE, FakePool
 
 from zyfa.config import AttentionConfig
@@ -72,7 +72,7 @@ def test_what_is_no_landscape_is_refused(tmp_path, text):
         read(tmp_path / "x.jsonl.gz")
 
 
-@pytest.mark.parametrize("entry", [Entry(DEFAULT, "ok"), Entry(DEFAULT, "gated", (1.0,)), Entry(DEFAULT, "fine")])
+@pytest.mark.parametrize("entry", [Entry(DEFAULT, "ok"), Entry(DEFAULT, "wrong", (1.0,)), Entry(DEFAULT, "fine")])
 def test_an_entry_that_contradicts_itself_is_refused(entry):
     with pytest.raises(ValueError, match="samples"):
         Entry.from_dict(entry.to_dict())
@@ -141,8 +141,16 @@ def test_a_stopped_recording_goes_on_with_the_rest(tmp_path):
     assert read(path).head["method"].startswith("50, stratified by tile, warps and recipe, of 224")
 
 
-def test_facts_are_kept_of_what_the_gate_refused(tmp_path):
-    tools = make_tools(FakeFarm(), gate=lambda facts, key, config: "spills: 9")
-    (path,) = Recording(CELLS[:1], 12, tmp_path, "H200", MEASURE, tools, FakePool()).run(lambda: False, lambda: None)
-    built = [e for e in read(path).entries.values() if e.outcome == "gated"]
-    assert built and all(e.facts in (FakeFacts("fine").to_dict(), FakeFacts("spills").to_dict()) for e in built)
+def test_what_the_gate_refuses_is_timed_and_stays_gated(tmp_path):
+    broken = AttentionConfig(64, 32, 2, 1)
+    gated = lambda facts, key, config: "spills: 9" if config.num_stages == 1 else None  # noqa: E731
+    pool = FakePool({broken: Result("compile_failed", reason="out of shared memory")})
+    tools = make_tools(FakeFarm(), gate=gated)
+    (path,) = Recording(CELLS[:1], 0, tmp_path, "H200", MEASURE, tools, pool).run(lambda: False, lambda: None)
+    found = read(path)
+    refused = {c: e for c, e in found.entries.items() if e.outcome == "gated"}
+    assert set(refused) == {c for c in candidates() if c.num_stages == 1}
+    assert all(e.ms is None and e.facts == tools.compile(KEY, c).result().facts.to_dict() for c, e in refused.items())
+    times = {c: e.samples_ms for c, e in refused.items()}
+    assert times.pop(broken) == () and all(ms[0] == time_of(CELLS[0].key, c) for c, ms in times.items())
+    assert found.best_ms == min(e.ms for e in found.entries.values() if e.outcome == "ok")

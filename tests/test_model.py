@@ -246,3 +246,13 @@ def test_hopper_programs_overlap_each_other():
     at = key("fp8", seqlen=8192)
     ratio = predict(alone, at, config, H200).ms / predict(SM90, at, config, H200).ms
     assert 1.2 < ratio < 2
+
+
+def test_warp_groups_of_the_specialised_kernel_overlap_and_wait_for_no_load():
+    fit, device = FITS["sm90"], DEVICES["h200"]
+    lone = dataclasses.replace(SM90, workgroups_per_unit=1, waves_per_simd=1.0)
+    plain = AttentionConfig(128, 128, 8, 2)
+    gluon = AttentionConfig(128, 128, 8, 2, variant="gluon")
+    best = fit._replace(overlap=(fit.overlap[2],) * 3, stall=0.0, drain=0.0)
+    ms = [model.nominal_ms(lone, key(), plain, device, fit), model.nominal_ms(lone, key(), gluon, device, fit)]
+    assert ms[1] == model.nominal_ms(lone, key(), plain, device, best) < 0.9 * ms[0]

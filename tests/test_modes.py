@@ -43,13 +43,17 @@ def test_exhaustive_writes_landscapes(tune, tmp_path):
     assert [cell.key.seqlen_q for cell in cells] == [1024, 512] and all(len(cell.entries) == 30 for cell in cells)
 
 
-def test_audit_prints_the_worst_and_the_median(tune):
-    assert tune("--effort", "quick", "--no-split").exit_code == 0
-    result = tune("--audit", "8", "--json")
+def test_audit_prints_the_worst_and_the_median(tune, tmp_path):
+    assert tune("--effort", "quick", "--no-split", seeds=(DEFAULT,)).exit_code == 0
+    result = tune("--audit", "8", "--json", "--out", tmp_path / "out")
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and len(report["rows"]) == report["shapes"] == 8
     assert report["worst"] >= report["median"] >= 0 and report["sku"] == "nvidia/sm90/h200/sm132"
     assert f"regret worst {report['worst']:.2f} %, median {report['median']:.2f} % over 8 shapes" in result.stderr
+    lossy = len(report["cells_to_tune"])
+    assert f"0 failed, {lossy} cells to tune" in result.stderr
+    lines = [line for path in (tmp_path / "out").glob("audit-bf16.jsonl") for line in path.read_text().splitlines()]
+    assert len(lines) == lossy
 
 
 def test_a_search_splits_the_cells_that_lie(tune, tmp_path):
@@ -67,3 +71,8 @@ def test_a_recheck_says_what_it_found(tune, monkeypatch):
     monkeypatch.setattr(session, "_toolchain", lambda method: old(method)._replace(triton_version="9.9"))
     result = tune("--recheck")
     assert result.exit_code == 0 and result.output.count("the winner stays") == 2
+
+
+def test_the_json_says_how_busy_each_gpu_was(tune):
+    (used,) = json.loads(tune("--effort", "quick", "--no-split", "--json").stdout)["gpus"].values()
+    assert used["jobs"] == 3 and used["busy"] == pytest.approx(0.8, abs=0.1)

@@ -213,3 +213,29 @@ def test_the_nearest_length_of_the_same_class_is_the_nearest_shape():
     scores = validate.by_nearest(landscapes[0], [*landscapes, other])
     assert scores == [t.ms for t in landscapes[1].timed]
     assert validate.by_nearest(other, [*landscapes, other]) == [0.0] * len(CONFIGS)
+
+
+def test_a_gate_answers_for_the_fast_configs_that_it_discards():
+    validate = script("validate_model")
+    scratch = dataclasses.replace(SM90, scratch_bytes=5000)  # beyond what the gate lets through
+    ms = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 3.0)
+    facts = (scratch, SM90, SM90, SM90, SM90, SM90, scratch)
+    one = Landscape("h200", key(), tuple(Timed(*each, 0.005) for each in zip(CONFIGS, facts, ms, strict=False)), {})
+    two = one._replace(key=key(seqlen=512), timed=tuple(t._replace(facts=SM90) for t in one.timed))
+    assert validate.discards([one, two])["in use"] == {
+        "of_top5": 1, "top5": 10, "of_best": 1, "best": 2, "of_timed": 2, "timed": 14, "near_best": 1,
+        "worst_cost": 0.1,
+    }  # fmt: skip
+
+
+def test_the_model_ranks_the_recorded_cells_with_the_warp_specialised_kernel():
+    validate = script("validate_model")
+    folder = ROOT / "benchmarks" / "h200" / "landscapes-gluon"
+    landscapes = load([folder])
+    assert sum(t.config.variant == "gluon" for at in landscapes for t in at.timed) == 144
+    assert all(len(t.facts.loops) <= 4 for at in landscapes for t in at.timed if t.config.variant == "gluon")
+    rows = [score(at.timed, validate.by_model(at, FITS["sm90"])) for at in landscapes]
+    found, stored = summary(rows), json.loads((folder.parent / "model-gluon.json").read_text())
+    assert found == stored["table"]["model"] and validate.discards(landscapes) == stored["gate"]
+    assert {name: stored["checks"][name] for name in validate.ACCEPT} == dict.fromkeys(validate.ACCEPT, True)
+    assert stored["gate"]["in use"]["near_best"] == stored["gate"]["in use"]["of_top5"] == 0

@@ -11,6 +11,7 @@ from zyfa.tuner.landscape import Entry, Landscape, read_all
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "h200" / "landscapes"
+GLUON = FOLDER.with_name("landscapes-gluon")  # with the warp-specialised kernel, as spaces are now
 SEEDS = 2  # of the 20 that the recorded figures come from
 SLACK = 1.5  # trials of so few seeds scatter
 
@@ -23,14 +24,19 @@ def script():
     return module
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    return json.loads((FOLDER.parent / "search.json").read_text())
+@pytest.fixture(scope="module", params=[FOLDER, GLUON], ids=lambda folder: folder.name)
+def folder(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def found(script):
-    replay = script.Replay(read_all(FOLDER), "sm90", trials=30)
+def recorded(script, folder):
+    return json.loads(script.table_of(folder).read_text())
+
+
+@pytest.fixture(scope="module")
+def found(script, folder):
+    replay = script.Replay(read_all(folder), "sm90", trials=30)
     return script.measure(replay, ("cold", "warm"), SEEDS, lambda line: None)
 
 
@@ -45,6 +51,26 @@ def test_what_was_recorded_meets_the_bar(recorded):
     rows = recorded["rows"]
     assert rows["cold"]["to_98%"] <= 40 and rows["warm"]["to_98%"] <= 15
     assert rows["cold"]["runs"] == rows["warm"]["runs"] == 20 * recorded["cells"] >= 160
+
+
+def test_the_figures_are_of_the_landscapes_beside_them(script, folder, recorded):
+    assert script.sums_of(folder, [each.name for each in read_all(folder)]) == recorded["landscapes"]
+
+
+def test_optuna_without_categories_asks_for_legal_configs_only(script):
+    pytest.importorskip("cmaes")
+    spec = importlib.util.spec_from_file_location("rivals", ROOT / "scripts" / "rivals.py")
+    rivals = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rivals)
+    table = {"name": "x", "fields": {"a": [1, 2, 4, 8], "b": [0, 0, 1, 1]}, "ms": [4.0, 3.0, None, 1.0]}
+    for strategy, name, order in rivals.optuna_coded(table, 1, 4):
+        assert strategy.startswith("optuna ") and name == "x" and 1 < len(order) == len(set(order) & {0, 1, 2, 3})
+
+
+def test_a_search_is_not_told_the_time_of_a_gated_config(script):
+    config = next(iter(read_all(FOLDER)[0].entries))
+    assert script.told(Entry(config, "gated", (1.0,)), script.random.Random(0)) is None
+    assert script.told(Entry(config, "ok", (1.0,)), script.random.Random(0)) == 1.0
 
 
 def test_the_landscapes_hold_what_they_say():

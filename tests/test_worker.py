@@ -1,5 +1,6 @@
 """Worker processes that hang, die, refuse to start or hold a mistake; no GPU needed."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.tuner.timing import Repeats
-from zyfa.tuner.worker import Job, Result, WorkerError, WorkerPool
+from zyfa.tuner.worker import Job, Result, WorkerError, WorkerPool, _serve
 
 KEY = AttentionKey("bf16", 128, 128, 32, 8, 1, 1024, 1024, True)
 GOOD = AttentionConfig(64, 64, 4, 2)
@@ -123,3 +124,34 @@ def test_close_cancels_what_runs_and_waits(pool):
     for future in (running, waiting):
         with pytest.raises(CancelledError):
             future.result(10)
+
+
+def slow_evaluator(gpu, arch):
+    def evaluate(job):
+        time.sleep(0.3)
+        return []
+
+    return evaluate
+
+
+def test_a_worker_whose_coordinator_is_gone_ends_in_peace_with_its_answer():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, slow_evaluator, (0, "sm90")))
+    process.start()
+    theirs.close()
+    assert ours.recv() == ("ready", None)
+    ours.send(job(GOOD))
+    ours.close()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_what_a_gpu_was_used_for_is_counted_from_its_first_job(pool):
+    assert pool.usage()[0].jobs == 0
+    begun = time.monotonic()
+    run(pool, GOOD)
+    run(pool, DIES)
+    used = pool.usage()
+    assert used[0].jobs == 2 and used[3].jobs == 0
+    assert used[0].first >= begun and 0 < used[0].busy_s <= time.monotonic() - used[0].first

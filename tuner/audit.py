@@ -4,28 +4,36 @@ The regret of a shape is how much slower its config is than the best of those co
 the best known configs of the nearest cells. It is 0 unless one of them is faster with 95 % confidence.
 """
 
+import json
 import os
 import random
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
 from zyfa import lookup
-from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.config import AttentionConfig, AttentionKey, cell_of, octave_of
 from zyfa.device import Device
 from zyfa.tuning_db.store import Trial
 
 from .cells import Setup, Tools, family_of
-from .plan import PlannedCell
+from .landscape import name_of
+from .plan import PlannedCell, key_of
 from .progress import cell_name
-from .timing import decide
+from .timing import Repeats, decide
 from .warm import octaves
-from .worker import Job, WorkerPool
+from .worker import Job, Result, WorkerPool
 
-RIVAL_CELLS, RIVALS = 3, 2  # nearest cells, and the configs of each that a shape is compared with
+RIVAL_CELLS, RIVALS = 2, 2  # nearest cells, and the configs of each that a shape is compared with
+MAX_REGRET = 3.0  # percent beyond which a cell does not keep its promise
+BESIDE = 0.25  # share of the shapes that lie beside the cells
 MAX_TOKENS = 1 << 17  # of a batch: inputs stay within a GPU's memory
 AUDIT_LIMIT_S = 300.0
+REPEATS = Repeats(0.0, 9, 15, 30.0)  # paired rounds see half a percent, and 200 shapes are to take two minutes
+AHEAD = 4  # shapes that are handed to a GPU: one runs while the results of others are read
 
 
 class Finding(NamedTuple):
@@ -40,14 +48,17 @@ class Finding(NamedTuple):
     regret_lo: float
     outcome: str = "ok"
 
-    def to_dict(self) -> dict:
-        return self._asdict() | {
-            "key": self.key._asdict(), "config": self.config.to_dict(), "best": self.best.to_dict(),
-        }  # fmt: skip
+
+class Plan(NamedTuple):
+    """A shape to audit, the config that it gets, and how that was found."""
+
+    key: AttentionKey
+    config: AttentionConfig
+    match: str
 
 
 def irregular(cells: Sequence[PlannedCell], number: int, seed: int) -> list[AttentionKey]:
-    """Shapes in the cells and beside them: any length, other batches, a quarter with more keys than queries."""
+    """Shapes of the cells: any length, some with fewer heads. A quarter lies beside them: other batches, more keys."""
     draw = random.Random(seed)
     families: dict[tuple, list[AttentionKey]] = {}
     for cell in cells:
@@ -60,11 +71,21 @@ def irregular(cells: Sequence[PlannedCell], number: int, seed: int) -> list[Atte
 
 
 def _shape(key: AttentionKey, draw: random.Random) -> AttentionKey:
-    """A shape in the octave of a key, or one with up to four times its heads in a batch."""
+    """A shape in the octave of a key; beside it, with up to twice the keys or three more in the batch."""
     seqlen = draw.randint(max(key.seqlen_q // 2 + 1, 16), key.seqlen_q)
-    longer = draw.randint(seqlen, 2 * seqlen) if draw.random() < 0.25 else seqlen
-    batch = draw.choice([b for b in (1, 1, 1, 2, 3, 4) if b == 1 or b * longer <= MAX_TOKENS])
-    return key._replace(seqlen_q=seqlen, seqlen_k=longer, batch=batch)
+    inside = key._replace(seqlen_q=seqlen, seqlen_k=seqlen)
+    if draw.random() >= BESIDE:
+        return fewer_heads(inside) if draw.random() < 0.25 else inside
+    more = [batch for batch in (2, 3, 4) if batch * key.batch * seqlen <= MAX_TOKENS]
+    if more and draw.random() < 0.5:
+        return inside._replace(batch=draw.choice(more) * key.batch)
+    return inside._replace(seqlen_k=draw.randint(seqlen, 2 * seqlen))
+
+
+def fewer_heads(key: AttentionKey) -> AttentionKey:
+    """The key with three quarters of its heads, which share its cell, where those divide."""
+    ratio, fewer = key.nheads // key.nheads_k, 3 * key.nheads_k // 4
+    return key._replace(nheads=fewer * ratio, nheads_k=fewer) if key.nheads_k % 4 == 0 else key
 
 
 def rivals(key: AttentionKey, trials: Iterable[Trial]) -> list[AttentionConfig]:
@@ -78,29 +99,41 @@ def rivals(key: AttentionKey, trials: Iterable[Trial]) -> list[AttentionConfig]:
 
 
 class Audit:
-    """Times shapes. choose: (config, how it was found) that a call of a key would get."""
+    """Times shapes. trials: what is known, of which the best configs of near cells are the rivals."""
 
-    def __init__(
-        self, choose: Callable[[AttentionKey], tuple[AttentionConfig, str]], trials: Sequence[Trial], setup: Setup,
-        tools: Tools, pool: WorkerPool,
-    ):  # fmt: skip
-        self._choose, self._trials = choose, trials
-        self._setup, self._tools, self._pool = setup, tools, pool
+    def __init__(self, trials: Sequence[Trial], setup: Setup, tools: Tools, pool: WorkerPool):
+        self._trials, self._setup, self._tools, self._pool = trials, setup, tools, pool
 
     def run(
-        self, keys: Sequence[AttentionKey], stopped: Callable[[], bool], say: Callable[[str], None]
+        self, plans: Sequence[Plan], stopped: Callable[[], bool], say: Callable[[str], None] = lambda line: None
     ) -> list[Finding]:  # fmt: skip
-        """A Finding for each key; fewer where stopped() ends the run. say: is told each as a line."""
-        plans = [(key, self._choose(key)) for key in keys]
-        jobs = [(key, chosen, match, self._compared(key, chosen)) for key, (chosen, match) in plans]
-        builds = [[self._tools.compile(key, c) for c in configs] for key, _, _, configs in jobs]
-        found = []
-        for (key, chosen, match, configs), built in zip(jobs, builds, strict=True):
+        """A Finding for each plan, in order; fewer where stopped() ends the run. say: is told each as a line.
+
+        Everything is handed to the compilers at once. The GPUs take shapes in turn.
+        """
+        compared = [self._compared(plan.key, plan.config) for plan in plans]
+        builds = [
+            [self._tools.compile(plan.key, c) for c in configs] for plan, configs in zip(plans, compared, strict=True)
+        ]
+        gpus, found = self._pool.gpus, []
+        running: deque[tuple[Plan, list[AttentionConfig], Future]] = deque()
+
+        def take() -> None:
+            plan, configs, done = running.popleft()
+            found.append(_finding(plan, configs, done.result()))
+            say(describe(found[-1]))
+
+        for number, (plan, configs, built) in enumerate(zip(plans, compared, builds, strict=True)):
             if stopped():
                 break
             good = [c for c, build in zip(configs, built, strict=True) if build.result().facts is not None]
-            found.append(self._timed(key, chosen, match, [chosen, *(c for c in good if c != chosen)]))
-            say(describe(found[-1]))
+            configs = [plan.config, *(c for c in good if c != plan.config)]
+            if len(running) >= AHEAD * len(gpus):
+                take()
+            job = Job(plan.key, tuple(configs), REPEATS, self._setup.max_error)
+            running.append((plan, configs, self._pool.submit(gpus[number % len(gpus)], job, AUDIT_LIMIT_S)))
+        while running:
+            take()
         return found
 
     def _compared(self, key: AttentionKey, chosen: AttentionConfig) -> list[AttentionConfig]:
@@ -108,15 +141,16 @@ class Audit:
         others = [self._tools.seeds(key)[0], *rivals(key, self._trials)]
         return list(dict.fromkeys([chosen, *(config for config in others if legal(config) is None)]))
 
-    def _timed(self, key: AttentionKey, chosen: AttentionConfig, match: str, configs: list[AttentionConfig]) -> Finding:
-        job = Job(key, tuple(configs), self._setup.effort.final, self._setup.max_error)
-        results = self._pool.submit(self._pool.gpus[0], job, AUDIT_LIMIT_S).result()
-        if results[0].outcome != "ok":
-            return Finding(key, chosen, match, chosen, None, 0.0, 0.0, results[0].outcome)
-        valid = [i for i, result in enumerate(results) if result.outcome == "ok"]
-        verdict = decide([results[i].timing() for i in valid], min_gain=0.0)
-        best = configs[valid[verdict.winner]]
-        return Finding(key, chosen, match, best, results[0].ms, verdict.gain, verdict.gain_lo)
+
+def _finding(plan: Plan, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> Finding:
+    """Of the results of configs[0], which is the plan's, and of its rivals."""
+    key, chosen, match = plan
+    if results[0].outcome != "ok":
+        return Finding(key, chosen, match, chosen, None, 0.0, 0.0, results[0].outcome)
+    valid = [i for i, result in enumerate(results) if result.outcome == "ok"]
+    verdict = decide([results[i].timing() for i in valid], min_gain=0.0)
+    best = configs[valid[verdict.winner]]
+    return Finding(key, chosen, match, best, results[0].ms, verdict.gain, verdict.gain_lo)
 
 
 def describe(found: Finding) -> str:
@@ -140,13 +174,47 @@ def summary(found: Sequence[Finding]) -> dict:
     }  # fmt: skip
 
 
-def lookup_choice(database: Path, device: Device) -> Callable[[AttentionKey], tuple[AttentionConfig, str]]:
-    """What zyfa.attention would run for a key when `database` is the first that it reads, and how it was found."""
+def broken_cells(found: Sequence[Finding]) -> dict[AttentionKey, float]:
+    """The worst regret in percent, by largest key, of each cell in which a shape loses more than MAX_REGRET."""
+    worst: dict[AttentionKey, float] = {}
+    for each in found:
+        if each.regret > MAX_REGRET:
+            at = key_of(octave_of(cell_of(each.key)))
+            worst[at] = max(each.regret, worst.get(at, 0.0))
+    return worst
+
+
+COLUMNS = ("shape", "match", "outcome", "ms", "regret_pct", "regret_lo_pct", "config", "best")
+
+
+def to_json(head: dict, found: Sequence[Finding]) -> str:
+    """A report of one line for each shape: COLUMNS, of which the last two are places in "configs"."""
+    configs = list(dict.fromkeys(config for each in found for config in (each.config, each.best)))
+    place = {config: n for n, config in enumerate(configs)}
+    rows = [
+        [name_of(f.key), f.match, f.outcome, f.ms and float(f"{f.ms:.4g}"), round(f.regret, 2), round(f.regret_lo, 2),
+         place[f.config], place[f.best]]
+        for f in found
+    ]  # fmt: skip
+    cells = {name_of(key): round(regret, 2) for key, regret in broken_cells(found).items()}
+    head = head | summary(found) | {"cells_to_tune": cells, "columns": COLUMNS}
+    lists = _lines("configs", [config.to_dict() for config in configs]) + ",\n" + _lines("rows", rows)
+    return json.dumps(head, indent=1).removesuffix("\n}") + ",\n" + lists + "\n}"
+
+
+def _lines(name: str, values: Sequence) -> str:
+    return f'"{name}": [\n' + ",\n".join(json.dumps(value, separators=(",", ":")) for value in values) + "\n]"
+
+
+def workload_line(key: AttentionKey) -> str:
+    """A call for zyfa-tune --workload, whose dtype is an option there."""
+    fields = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "head_dim_v", "causal")
+    return json.dumps({name: getattr(key, name) for name in fields})
+
+
+def lookup_plans(keys: Sequence[AttentionKey], database: Path, device: Device) -> list[Plan]:
+    """What zyfa.attention would run for each key when `database` is the first that it reads."""
     os.environ["ZYFA_TUNING_DB"] = str(database)
     lookup.reset()
-
-    def choose(key: AttentionKey) -> tuple[AttentionConfig, str]:
-        choice = lookup.choose(key, device)
-        return choice.config, f"{choice.match} {choice.trust}"
-
-    return choose
+    choices = ((key, lookup.choose(key, device)) for key in keys)
+    return [Plan(key, choice.config, f"{choice.match} {choice.trust}") for key, choice in choices]

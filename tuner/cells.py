@@ -21,6 +21,8 @@ from .plan import PlannedCell
 from .study import MIN_GAIN, CellStudy, Space
 from .worker import Result
 
+FINALIST_TRIALS = 3  # that one finalist takes as long as
+
 
 class Tools(NamedTuple):
     """Everything the coordinator calls, so that tests can put something else in its place."""
@@ -119,6 +121,13 @@ class CellRun:
             return None
         left = trials - told if self.study.best is None else min(trials - told, patience - self.study.since_gain)
         return max(left, 0) * (now - self.begun) / (told - self.resumed)
+
+    def work_left(self, effort: Effort) -> int:
+        """At most so many trials of its GPU, with the comparison at the end as some."""
+        if self.state not in ("searching", "comparing"):
+            return 0
+        trials = max(effort.trials - len(self.study.times), 0) if self.state == "searching" else 0
+        return trials + FINALIST_TRIALS * (effort.finalists + 1)
 
     @property
     def best_ms(self) -> float | None:

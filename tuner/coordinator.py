@@ -7,7 +7,6 @@ nothing else; the next one rebuilds the studies from the log.
 import functools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
@@ -148,8 +147,8 @@ class Coordinator:
         if self._store is not None and not self._setup.fresh:
             self._restore(run)
         if self._pool is not None:
-            load = Counter(other.gpu for other in self._searching)
-            run.gpu = min(self._pool.gpus, key=lambda gpu: load[gpu])
+            left = [(other.gpu, other.work_left(self._setup.effort)) for other in self.runs]
+            run.gpu = min(self._pool.gpus, key=lambda gpu: sum(work for at, work in left if at == gpu))
         self._display.state(run)
 
     def _seeds(self, run: CellRun, evidence: int) -> list[AttentionConfig]:

@@ -1,4 +1,7 @@
-"""Records landscapes on a GPU: all legal configs of a cell, or a stated sample, with repeats and no early stops."""
+"""Records landscapes on a GPU: all legal configs of a cell, or a stated sample, with repeats and no early stops.
+
+What the gate refuses is timed too, so that its false discards can be counted; it keeps the outcome "gated".
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,6 +13,7 @@ from zyfa.config import AttentionConfig, AttentionKey
 
 from .cells import Setup, Tools, failed_build, family_of
 from .compile import Build
+from .facts import Facts
 from .landscape import SUFFIX, Entry, Recorder, compact, name_of, sample
 from .plan import PlannedCell
 from .worker import Job, Result, WorkerPool
@@ -106,16 +110,17 @@ class Recording:
         for key in keys:
             if facts is None:
                 self._add(key, config, failed_build(build.result()), {})
-            elif reason := self._tools.gate(facts, key, config):
-                self._add(key, config, Result("gated", reason=reason), facts.to_dict())
             else:
                 job = Job(key, (config,), self._setup.effort.repeats, self._setup.max_error)
                 gpu = self._pool.gpus[self._keys.index(key) % len(self._pool.gpus)]  # a cell stays on one
                 timed = self._pool.submit(gpu, job, RECORD_LIMIT_S)
-                self._on(timed, functools.partial(self._timed, key, config, facts.to_dict()))
+                self._on(timed, functools.partial(self._timed, key, config, facts))
 
-    def _timed(self, key: AttentionKey, config: AttentionConfig, facts: dict, done: Future[list[Result]]) -> None:
-        self._add(key, config, done.result()[0], facts)
+    def _timed(self, key: AttentionKey, config: AttentionConfig, facts: Facts, done: Future[list[Result]]) -> None:
+        result = done.result()[0]
+        if self._tools.gate(facts, key, config):  # one that failed besides has no samples
+            result = result._replace(outcome="gated")
+        self._add(key, config, result, facts.to_dict())
 
     def _add(self, key: AttentionKey, config: AttentionConfig, result: Result, facts: dict) -> None:
         self._recorders[key].add(Entry(config, result.outcome, result.samples, result.rel_err, facts))

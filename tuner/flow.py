@@ -28,19 +28,39 @@ def _blocks(code: list[Instruction]) -> tuple[list[range], list[list[int]]]:
     return blocks, successors
 
 
+def _entries(successors: list[list[int]]) -> list[int]:
+    """Blocks where execution may begin: the first, and those that only a jump through a register can reach.
+
+    A warp-specialised kernel enters each partition so. What no jump names comes first, then what is left in order.
+    """
+    named = {after for nexts in successors for after in nexts}
+    entries: list[int] = []
+    reached: set[int] = set()
+    for block in [0, *(b for b in range(len(successors)) if b not in named), *range(len(successors))]:
+        if block not in reached:
+            entries.append(block)
+            pending = [block]
+            while pending:
+                if (at := pending.pop()) not in reached:
+                    reached.add(at)
+                    pending += successors[at]
+    return entries
+
+
 def _dominators(successors: list[list[int]]) -> list[int]:
-    """For each block the bit set of blocks that every path to it passes; blocks without a path keep all bits."""
+    """For each block the bit set of blocks that every path to it from an entry passes."""
     n = len(successors)
     everything = (1 << n) - 1
     predecessors: list[list[int]] = [[] for _ in range(n)]
     for block, nexts in enumerate(successors):
         for after in nexts:
             predecessors[after].append(block)
-    dominators = [1] + [everything] * (n - 1)
+    entries = set(_entries(successors))
+    dominators = [1 << block if block in entries else everything for block in range(n)]
     changed = True
     while changed:
         changed = False
-        for block in range(1, n):
+        for block in (b for b in range(n) if b not in entries):
             common = everything
             for before in predecessors[block]:
                 common &= dominators[before]
@@ -50,18 +70,28 @@ def _dominators(successors: list[list[int]]) -> list[int]:
     return dominators
 
 
-def _natural_loops(successors: list[list[int]]) -> list[set[int]]:
-    """Blocks of each loop; back edges to one header make one loop.
+def _natural_loops(successors: list[list[int]], dominators: list[int]) -> dict[int, set[int]]:
+    """Blocks of each loop by its header; back edges to one header make one loop.
 
     Dominance and not mere backward jumps: SASS moves the waiting loops of barriers behind the code and jumps back.
     """
-    dominators = _dominators(successors)
     loops: dict[int, set[int]] = {}
     for tail, nexts in enumerate(successors):
         for header in nexts:
             if dominators[tail] >> header & 1:
                 loops.setdefault(header, {header}).update(_reaching(tail, header, successors))
-    return list(loops.values())
+    return loops
+
+
+def _without_waits(header: int, loops: dict[int, set[int]], holds: set[int], successors, dominators) -> set[int]:
+    """A loop without the loops beside its path: a trip that finds its barrier open passes them by."""
+    loop = loops[header]
+    tails = [block for block in loop if header in successors[block]]
+    beside = [
+        h for h, other in loops.items()
+        if other < loop and not other & holds and not all(dominators[tail] >> h & 1 for tail in tails)
+    ]  # fmt: skip
+    return {block for block in loop if not any(dominators[block] >> h & 1 for h in beside)}
 
 
 def _reaching(tail: int, header: int, successors: list[list[int]]) -> set[int]:
@@ -78,11 +108,17 @@ def _reaching(tail: int, header: int, successors: list[list[int]]) -> set[int]:
 
 
 def matrix_loops(code: list[Instruction], is_matrix: Callable[[str], bool]) -> list[list[Instruction]]:
-    """Instructions of each innermost loop among those that hold a matrix instruction, in the order of the code."""
+    """Instructions of each innermost loop among those that hold a matrix instruction, in the order of the code.
+
+    Without what spins beside the path of a trip until a barrier opens.
+    """
     if not code:
         return []
     blocks, successors = _blocks(code)
+    dominators = _dominators(successors)
     holds = {n for n, block in enumerate(blocks) if any(is_matrix(code[i].op) for i in block)}
-    loops = [loop for loop in _natural_loops(successors) if loop & holds]
-    innermost = [loop for loop in loops if not any(other < loop for other in loops)]
-    return [[code[i] for n in sorted(loop) for i in blocks[n]] for loop in sorted(innermost, key=min)]
+    every = _natural_loops(successors, dominators)
+    loops = {header: loop for header, loop in every.items() if loop & holds}
+    innermost = [header for header, loop in loops.items() if not any(other < loop for other in loops.values())]
+    trips = [_without_waits(header, every, holds, successors, dominators) for header in innermost]
+    return [[code[i] for n in sorted(trip) for i in blocks[n]] for trip in sorted(trips, key=min)]

@@ -23,7 +23,10 @@ SUFFIX = ".jsonl.gz"
 
 
 class Entry(NamedTuple):
-    """One config: its outcome, ms of each repeat (empty unless "ok"), relative error, facts of the compiled code."""
+    """One config: its outcome, ms of each repeat, relative error, facts of the compiled code.
+
+    "ok" has repeats. "gated" may: the gate refused the code and it was timed all the same, to know what the gate costs.
+    """
 
     config: AttentionConfig
     outcome: str
@@ -43,7 +46,8 @@ class Entry(NamedTuple):
     def from_dict(cls, values: dict) -> "Entry":
         """Raises ValueError for an unknown outcome, or an "ok" one without a time."""
         entry = cls(**values | {"config": AttentionConfig.from_dict(values["config"])})
-        if entry.outcome not in OUTCOMES or (entry.outcome == "ok") != bool(entry.samples_ms):
+        fits = bool(entry.samples_ms) in {"ok": (True,), "gated": (True, False)}.get(entry.outcome, (False,))
+        if entry.outcome not in OUTCOMES or not fits:
             raise ValueError(f"outcome {entry.outcome!r} with {len(entry.samples_ms)} samples")
         return entry._replace(samples_ms=tuple(entry.samples_ms))
 

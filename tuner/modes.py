@@ -1,6 +1,6 @@
 """What zyfa-tune does beside searching: record landscapes, audit what lookup gives, find cells to split."""
 
-import json
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zyfa.config import AttentionConfig, Cell
+from zyfa.config import AttentionConfig, AttentionKey, Cell
 from zyfa.device import Device
 from zyfa.tuning_db.cli_tools import plain
 from zyfa.tuning_db.store import Store
 
-from .audit import Audit, irregular, lookup_choice, summary
+from .audit import Audit, Plan, broken_cells, irregular, lookup_plans, summary, to_json, workload_line
 from .cells import CellRun, Setup, Tools
 from .cli import Options
 from .exhaustive import Recording
@@ -67,38 +67,52 @@ def record(run: Run) -> int:
 
 
 def audit(run: Run) -> int:
-    """Audits irregular shapes; returns the exit code."""
+    """Audits irregular shapes; returns the exit code. With --out, the cells that lose are left there as workloads."""
     assert run.options.audit is not None
     keys = irregular(run.options.cells, run.options.audit, run.options.seed)
-    found = _audit(run, lookup_choice(run.path, run.device)).run(keys, run.stop.requested, run.say)
-    figures = summary(found)
+    stopped = lambda: run.stop.requested() or time.monotonic() >= run.setup.deadline  # noqa: E731
+    found = _audit(run).run(lookup_plans(keys, run.path, run.device), stopped, run.say)
     if run.options.json:
-        head = {"sku": run.device.sku_key, **run.setup.toolchain._asdict()}
-        print(json.dumps(head | figures | {"rows": [each.to_dict() for each in found]}, indent=1))
+        seconds = round(time.monotonic() - run.begun, 1)
+        head = {"sku": run.device.sku_key, **run.setup.toolchain._asdict(), "seconds": seconds}
+        print(to_json(head, found))
+    figures, broken = summary(found), broken_cells(found)
     if "worst" in figures:
         text = (
             f"regret worst {figures['worst']:.2f} %, median {figures['median']:.2f} % over {figures['shapes']} shapes"
         )
-        run.say(f"zyfa-tune: {text}; {figures['failed']} failed")
+        run.say(f"zyfa-tune: {text}; {figures['failed']} failed, {len(broken)} cells to tune")
+    if run.options.out:
+        _write_workloads(run.options.out, list(broken))
     return run.exit_code()
 
 
-def _audit(run: Run, choose) -> Audit:
+def _write_workloads(folder: Path, keys: Sequence[AttentionKey]) -> None:
+    """audit-<dtype>.jsonl of each dtype among the keys, for --workload."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for dtype in dict.fromkeys(key.dtype for key in keys):
+        lines = [workload_line(key) for key in keys if key.dtype == dtype]
+        (folder / f"audit-{dtype}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _audit(run: Run) -> Audit:
     assert run.pool is not None and run.store is not None
     trials = run.store.trials(trust="measured")  # of any toolchain: what was good once is a rival, and measured again
-    return Audit(choose, trials, run.setup, run.tools, run.pool)
+    return Audit(trials, run.setup, run.tools, run.pool)
 
 
 def split_cells(run: Run, cells: Sequence[CellRun]) -> tuple[list[PlannedCell], dict[Cell, list[AttentionConfig]]]:
-    """The lower halves of the cells whose winners lose too much there, still to be tuned, and what was better there."""
+    """The lower halves of the cells whose winners lose too much there, still to be tuned, and what was better there.
+
+    The probes of all cells are one audit, so that no GPU waits for the compilers of the next cell.
+    """
+    probed = [(cell, probes(cell.planned, run.options.seed)) for cell in cells if cell.winner and not cell.known]
+    plans = [Plan(key, cell.winner[0], "cell") for cell, keys in probed for key in keys if cell.winner]
+    left = iter(_audit(run).run(plans, run.stop.requested))
     halves, better = [], {}
-    for cell in cells:
-        if run.stop.requested() or cell.winner is None or cell.known:
-            continue
-        shapes, winner = probes(cell.planned, run.options.seed), cell.winner[0]
-        audit = _audit(run, lambda key, winner=winner: (winner, "cell"))
-        found = audit.run(shapes, run.stop.requested, lambda line: None)
-        if promise_broken(found):
+    for cell, keys in probed:
+        found = list(itertools.islice(left, len(keys)))
+        if len(found) == len(keys) and promise_broken(found):
             half = half_of(cell.planned)
             halves.append(half)
             better[half.cell] = list(dict.fromkeys(each.best for each in found))

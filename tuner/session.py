@@ -226,7 +226,7 @@ def _finish(run: Run, cells: list[CellRun]) -> int:
     rows = [row_of(cell, setup.trust) for cell in cells]
     head = {
         "sku": run.device.sku_key, "method": setup.method, **setup.toolchain._asdict(), "seconds": round(seconds, 1),
-        "database": str(run.path) if run.store else None,
+        "database": str(run.path) if run.store else None, "gpus": _usage(run) if run.pool else {},
     }  # fmt: skip
     print_table(run.console, rows)
     if options.json:
@@ -238,6 +238,19 @@ def _finish(run: Run, cells: list[CellRun]) -> int:
     for row in rows if setup.recheck else ():
         _say(run.console, moved(row))
     return _last_words(setup, cells, rows, run.path if run.store else None, run.console, run.stop, seconds)
+
+
+def _usage(run: Run) -> dict[int, dict]:
+    """Of each GPU: jobs, seconds from the start of the run to the first, and from there the share of time in jobs."""
+    assert run.pool is not None
+    used = {gpu: usage for gpu, usage in run.pool.usage().items() if usage.jobs}
+    return {
+        gpu: {
+            "jobs": usage.jobs, "first_s": round(usage.first - run.begun, 1),
+            "busy": round(usage.busy_s / max(time.monotonic() - usage.first, 1e-9), 3),
+        }
+        for gpu, usage in used.items()
+    }  # fmt: skip
 
 
 def _last_words(setup: Setup, runs, rows, path, console, stop: Stop, seconds: float) -> int:

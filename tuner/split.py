@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from zyfa.config import AttentionKey
 
-from .audit import Finding
+from .audit import MAX_REGRET, Finding, fewer_heads
 from .plan import PlannedCell, key_of
 
-MAX_REGRET = 3.0  # percent, median over the probes, beyond which a cell is split
 PROBES = 3  # lengths of the lower half
 
 
@@ -24,15 +23,11 @@ def probes(planned: PlannedCell, seed: int) -> list[AttentionKey]:
     for i in range(PROBES):
         seqlen = draw.randint(round(low + i * step), round(low + (i + 1) * step)) | 1
         keys.append(key._replace(seqlen_q=seqlen, seqlen_k=seqlen + key.seqlen_k * 3 // 4 - high))
-    ratio = key.nheads // key.nheads_k
-    if key.nheads_k % 4 == 0:
-        fewer = 3 * key.nheads_k // 4
-        keys[-1] = keys[-1]._replace(nheads=fewer * ratio, nheads_k=fewer)
-    return keys
+    return [*keys[:-1], fewer_heads(keys[-1])]
 
 
 def promise_broken(found: Sequence[Finding]) -> bool:
-    """Whether a cell's winner loses more than MAX_REGRET on its probes, or fails on one."""
+    """Whether a cell's winner loses more than MAX_REGRET in the median over its probes, or fails on one."""
     failed = any(each.outcome != "ok" for each in found)
     return failed or (bool(found) and statistics.median(each.regret for each in found) > MAX_REGRET)
 

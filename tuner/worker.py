@@ -7,6 +7,7 @@ everything that the same process runs later.
 
 import multiprocessing
 import signal
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -55,6 +56,14 @@ class Result(NamedTuple):
         return columns
 
 
+class Usage(NamedTuple):
+    """What a GPU was used for: jobs, time.monotonic() when the first began, seconds in jobs, starts not counted."""
+
+    jobs: int = 0
+    first: float = 0.0
+    busy_s: float = 0.0
+
+
 Evaluate = Callable[[Job], list[Result]]
 
 
@@ -84,7 +93,7 @@ def _serve(conn, make: Callable[..., Evaluate], args: tuple) -> None:
         conn.send(("ready", None))
         while (job := conn.recv()) is not None:
             conn.send(_answer(evaluate, job))
-    except EOFError:  # the coordinator is gone
+    except (EOFError, ConnectionError):  # the coordinator is gone, while this waited or had an answer
         return
     except Exception:
         conn.send(("bug", traceback.format_exc()))
@@ -105,6 +114,7 @@ class Worker:
         self._make, self._args = make, args
         self._process: multiprocessing.process.BaseProcess | None = None
         self._closed = False
+        self.usage = Usage()
 
     def run(self, job: Job, limit_s: float, killed_before: int = 0) -> list[Result]:
         """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died.
@@ -113,6 +123,14 @@ class Worker:
         MAX_KILLS times.
         """
         self._ensure_started()
+        begun = time.monotonic()
+        try:
+            return self._run(job, limit_s, killed_before)
+        finally:
+            first = self.usage.first or begun
+            self.usage = Usage(self.usage.jobs + 1, first, self.usage.busy_s + time.monotonic() - begun)
+
+    def _run(self, job: Job, limit_s: float, killed_before: int) -> list[Result]:
         try:
             self._conn.send(job)
             if not self._conn.poll(limit_s):
@@ -124,7 +142,8 @@ class Worker:
             killed = not told and self._exit_code() == -signal.SIGKILL
             self.kill()
             if killed and killed_before < MAX_KILLS and not self._closed:
-                return self.run(job, limit_s, killed_before + 1)
+                self._ensure_started()
+                return self._run(job, limit_s, killed_before + 1)
             return self._all(job, "crashed", told or self._epitaph())
 
     def _exit_code(self) -> int | None:
@@ -197,6 +216,10 @@ class WorkerPool:
     def submit(self, gpu: int, job: Job, limit_s: float) -> "Future[list[Result]]":
         """A future of the job's results; it raises WorkerError where the worker itself is broken."""
         return self._threads[gpu].submit(self._workers[gpu].run, job, limit_s)
+
+    def usage(self) -> dict[int, Usage]:
+        """What each GPU did so far."""
+        return {gpu: worker.usage for gpu, worker in self._workers.items()}
 
     def close(self) -> None:
         """Kills the processes; jobs that run or wait end as cancelled."""
