@@ -312,8 +312,8 @@ def attn_fwd(
     heads_k = nheads // group
     v_scale = 1.0
     row_scale, k_descale, q_mx = row_scales(
-        q_descale, k_descale, qk_scale, bh if QK_SCALES == "head" else head,
-        b * heads_k + hk if QK_SCALES == "head" else kv_head, q_first, k_first, offs_m, in_rows,
+        q_descale, k_descale, qk_scale, bh if QK_SCALES == "head" else head, kv_head, b, heads_k, hk,
+        q_first, k_first, offs_m, in_rows,
         stride_q_descale, stride_k_descale, QK_SCALES, QUANT_ROWS, PACK_GQA, BLOCK_M, BLOCK_D,
     )  # fmt: skip
     if V_SCALES == "block":

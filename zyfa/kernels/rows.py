@@ -86,8 +86,8 @@ def poison(
 
 @triton.jit
 def row_scales(
-    q_descale, k_descale, qk_scale, head, kv_head, q_first, k_first, offs_m, in_rows, stride_q_descale,
-    stride_k_descale, QK_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr, PACK_GQA: tl.constexpr,
+    q_descale, k_descale, qk_scale, head, kv_head, b, heads_k, hk, q_first, k_first, offs_m, in_rows,
+    stride_q_descale, stride_k_descale, QK_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr, PACK_GQA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """(scale of each row's logits, scales of the sequence's keys, MX scales of Q; read with "mx" only)."""
@@ -95,7 +95,7 @@ def row_scales(
     q_mx = 0
     if QK_SCALES == "head":
         scale *= tl.load(q_descale + head * stride_q_descale)
-        scale *= tl.load(k_descale + kv_head * stride_k_descale)
+        scale *= tl.load(k_descale + (b * heads_k + hk) * stride_k_descale)
         scale = tl.maximum(scale, MIN_LOGIT_SCALE)
     elif QK_SCALES != "none":
         q_descale += tl.cast(head, tl.int64) * stride_q_descale
