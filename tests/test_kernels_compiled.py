@@ -93,7 +93,9 @@ def test_small_grids_keep_the_loop(farms, arch, dtype, fill):
     plain, small = (build(farms, arch, key, c) for c in (config, dataclasses.replace(config, **fill)))
     assert gate(small, key, dataclasses.replace(config, **fill), arch) is None
     assert small.code_hash != plain.code_hash
-    assert small.registers <= ARCHS[arch].max_registers and small.scratch_bytes == plain.scratch_bytes == 0
+    assert small.registers <= ARCHS[arch].max_registers
+    assert small.scratch_bytes <= (16 if arch == "sm90" else 0)  # both in FP8 on Hopper: 16 bytes, outside the loop
+    assert small.scratch_in_loops == plain.scratch_in_loops == 0
     products = [sum(n for op, n in loop.mix.items() if is_matrix(op)) for f in (plain, small) for loop in f.loops]
     assert len(set(products)) == 1
 
