@@ -7,6 +7,7 @@ from helpers import assert_correct, make_qkv
 import zyfa
 from zyfa.archs import plain_config
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.grid_fill import default_for
 from zyfa.kernels.launch import attention_forward
 from zyfa.recipes import RECIPES
 from zyfa.reference import attention_ref, emulate, relative_error
@@ -134,3 +135,46 @@ def test_tuned_and_default_calls_agree_with_the_reference():
     assert_correct(zyfa.attention(q, k, v, causal=True), q, k, v, causal=True)
     text = str(zyfa.explain(q, k, v, causal=True))
     assert "trust" in text and "config" in text
+
+
+FILLS = [{"splits": 2}, {"splits": 8}, {"pack_gqa": True}, {"splits": 4, "pack_gqa": True}]
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=str)
+@pytest.mark.parametrize("recipe", PRECISIONS)
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(64, 2048), (17, 1000), (200, 33)])
+def test_split_keys_and_packed_heads(seqlen_q, seqlen_k, recipe, fill):
+    if "pack_gqa" in fill and recipe in RECIPES and RECIPES[recipe].q_mean:
+        pytest.skip("a limit: heads of one program would differ in what they add to a key")
+    q, k, v = make_qkv(2, seqlen_q, seqlen_k, 8, 2, 128, device="cuda")
+    out, lse = run(q, k, v, recipe, config_for(recipe, 128, **fill), causal=True)
+    assert_correct(out, q, k, v, recipe, arch(), causal=True)
+    want = attention_ref(q, k, v, causal=True, return_lse=True)[1]
+    assert torch.equal(torch.isinf(lse), torch.isinf(want))
+    if recipe == "none":
+        seen = torch.isfinite(want)
+        torch.testing.assert_close(lse.double()[seen], want[seen], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=str)
+@pytest.mark.parametrize("descriptors", [False, True], ids=["pointers", "descriptors"])
+def test_split_keys_and_packed_heads_with_every_feature(descriptors, fill):
+    if descriptors and arch().startswith("gfx"):
+        pytest.skip("tensor descriptors are NVIDIA's")
+    config = config_for("none", 128, tensor_descriptors=descriptors, **fill)
+    q, k, v = make_qkv(2, 100, 3000, 8, 2, 128, device="cuda")
+    sink = torch.linspace(-1, 2, 8, device="cuda")
+    same = {"causal": True, "window_size": (1500, -1), "softcap": 20.0, "sink": sink}
+    for _ in range(2):  # the second call is a replay
+        out, lse = run(q, k, v, "none", config, **same)
+        assert_correct(out, q, k, v, **same)
+        want = attention_ref(q, k, v, return_lse=True, **same)[1]
+        torch.testing.assert_close(lse.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_short_queries_run_split_and_packed_by_default():
+    q, k, v = make_qkv(1, 16, 16384, 32, 8, 128, device="cuda")
+    config = default_for(AttentionKey("bf16", 128, 128, 32, 8, 1, 16, 16384, True), arch(), 132)
+    assert config.splits > 1 and config.pack_gqa
+    out, _ = run(q, k, v, "none", config, causal=True)
+    assert_correct(out, q, k, v, causal=True)

@@ -76,6 +76,9 @@ def test_equal_jobs_have_equal_code_and_other_jobs_do_not():
         (key()._replace(window_class="local"), BF16, False),
         (key(), dataclasses.replace(BF16, head_group=8), False),
         (key(), dataclasses.replace(BF16, waves_per_eu=2), False),
+        (key(), dataclasses.replace(BF16, splits=2), False),
+        (key(), dataclasses.replace(BF16, pack_gqa=True), False),
+        (key(), dataclasses.replace(BF16, xcds=8), False),
     ],
 )
 def test_specialisation(other_key, other_config, same):
@@ -86,6 +89,7 @@ def test_specialisation_of_groups_and_recipes():
     def of(**change):
         return specialisation(key("fp8"), dataclasses.replace(FP8, **change), "sm90")
 
+    assert of(splits=2) == of(splits=8)
     assert of(head_group=1) == of(head_group=8) != of()
     assert of(recipe="block-kmean-hadamard") == of()
     assert len({of(recipe=recipe) for recipe in ("block", "head", "tensor", "int8-kmean", "block-kmean-qmean")}) == 5

@@ -8,8 +8,8 @@ import pytest
 from zyfa.archs import ARCHS, default_config
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.recipes import PRESETS, RECIPES
-from zyfa.tuner.compile import CompileFarm
-from zyfa.tuner.gate import gate
+from zyfa.tuner.compile import CompileFarm, compile_config
+from zyfa.tuner.gate import gate, is_matrix
 
 # What each architecture multiplies with: 16-bit QK and PV, 8-bit integer QK, FP8 PV.
 UNITS = {
@@ -81,3 +81,36 @@ def test_shared_memory_overflow_compiles_but_is_gated(farms):
     facts = build(farms, "gfx950", key, config)
     assert facts.lds_bytes > ARCHS["gfx950"].lds_bytes
     assert "lds" in gate(facts, key, config, "gfx950")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("fill", [{"splits": 4}, {"pack_gqa": True}, {"splits": 4, "pack_gqa": True}], ids="-".join)
+def test_small_grids_keep_the_loop(farms, arch, dtype, fill):
+    """Which keys and rows a program has is decided before the loop: what it multiplies in a trip is the same."""
+    key = key_of(dtype, 128, True)
+    config = default_config(arch, key)
+    plain, small = (build(farms, arch, key, c) for c in (config, dataclasses.replace(config, **fill)))
+    assert gate(small, key, dataclasses.replace(config, **fill), arch) is None
+    assert small.code_hash != plain.code_hash
+    assert small.registers <= ARCHS[arch].max_registers
+    assert small.scratch_bytes <= (16 if arch == "sm90" else 0)  # both in FP8 on Hopper: 16 bytes, outside the loop
+    assert small.scratch_in_loops == plain.scratch_in_loops == 0
+    products = [sum(n for op, n in loop.mix.items() if is_matrix(op)) for f in (plain, small) for loop in f.loops]
+    assert len(set(products)) == 1
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_any_number_of_splits_has_one_loop(arch):
+    key = key_of("bf16", 128, True)
+    two, eight = (
+        compile_config(key, dataclasses.replace(default_config(arch, key), splits=n), arch).facts for n in (2, 8)
+    )
+    assert (two.loops, two.registers, two.lds_bytes) == (eight.loops, eight.registers, eight.lds_bytes)
+
+
+def test_dies_change_the_grid_and_not_the_loop(farms):
+    key = key_of("bf16", 128, True)
+    config = dataclasses.replace(default_config("gfx950", key), head_group=4)
+    plain, dies = (build(farms, "gfx950", key, c) for c in (config, dataclasses.replace(config, xcds=8)))
+    assert plain.code_hash != dies.code_hash and plain.loops == dies.loops

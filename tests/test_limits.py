@@ -65,7 +65,11 @@ def test_operands_count_in_their_own_bytes():
     assert lds_bytes(bf16qk, key("fp8"), "sm90") == 2 * 64 * 128 + 2 * 128 * (2 * 128 + 128)  # compiled: 114688
 
 
-BASE = {"gfx950": AttentionConfig(128, 64, 4, 2), "sm90": AttentionConfig(128, 64, 4, 2)}
+BASE = {
+    "gfx950": AttentionConfig(128, 64, 4, 2),
+    "gfx942": AttentionConfig(128, 64, 4, 1),
+    "sm90": AttentionConfig(128, 64, 4, 2),
+}
 GLUON = "the gluon variant runs this tile, recipe and head dim, and its options are its own"
 EIGHT_WARPS = {"variant": "gluon", "num_warps": 8}
 BROKEN = [
@@ -75,6 +79,12 @@ BROKEN = [
     ("gfx950", {"num_warps": 16}, "num_warps is 1, 2, 4 or 8"),
     ("gfx950", {"num_stages": 0}, "num_stages is 1 to 5"),
     ("gfx950", {"head_group": -1}, "head_group is not negative"),
+    ("gfx950", {"splits": 0}, "splits is 1 to 16"),
+    ("sm90", {"splits": 17}, "splits is 1 to 16"),
+    ("gfx942", {"xcds": 4}, "xcds is 0 or 8"),
+    ("sm90", {"xcds": 8}, "AMD knobs stay at their defaults"),
+    ("sm90", {**EIGHT_WARPS, "splits": 2}, "the gluon variant has neither splits nor pack_gqa"),
+    ("sm90", {**EIGHT_WARPS, "pack_gqa": True}, "the gluon variant has neither splits nor pack_gqa"),
     ("gfx950", {"recipe": "nonsense"}, "recipe is known"),
     ("gfx950", {"recipe": "block"}, "recipe is none for bf16 and fp16 only"),
     ("sm90", {"waves_per_eu": 2}, "AMD knobs stay at their defaults"),
@@ -140,6 +150,13 @@ def test_sched_strategy_follows_the_installed_triton(monkeypatch, version, reaso
     assert broken_limit(AttentionConfig(128, 64, 4, 2, sched_strategy="max-ilp"), key(), "gfx950") == reason
 
 
+@pytest.mark.parametrize("recipe, packs", [("block-kmean", True), ("block-kmean-qmean", False), ("bf16qk", True)])
+def test_heads_with_biases_of_their_own_are_not_packed(recipe, packs):
+    config = AttentionConfig(64, 64, 4, 2, recipe=recipe, pack_gqa=True)
+    assert (broken_limit(config, key("fp8"), "sm90") == "pack_gqa needs a recipe without q_mean") is not packs
+    assert broken_limit(dataclasses.replace(config, pack_gqa=False, splits=8), key("fp8"), "sm90") is None
+
+
 def test_mx_scales_run_on_gfx950_only():
     config, reason = AttentionConfig(64, 64, 4, 1, recipe="mx"), "MX scales need gfx950's scaled matrix instructions"
     assert [broken_limit(config, key("fp8"), arch) for arch in ("gfx950", "gfx942", "sm90")] == [None, reason, reason]
@@ -147,6 +164,7 @@ def test_mx_scales_run_on_gfx950_only():
 
 def test_every_limit_has_a_case_here():
     tested = {name for _, _, name in BROKEN} | {"FP8 needs BLOCK_N >= 32", "sched_strategy needs Triton 3.8"}
+    tested |= {"pack_gqa needs a recipe without q_mean"}
     tested |= {"MX scales need gfx950's scaled matrix instructions", "this Triton has Gluon"}
     assert tested == {limit.name for limit in LIMITS}
 

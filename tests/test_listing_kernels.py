@@ -62,6 +62,14 @@ def test_fp8_with_its_quantisers(recipe, causal):
     assert_lse(lse, q, k, v, recipe, causal=causal)
 
 
+@pytest.mark.parametrize("fill", [{"splits": 3}, {"pack_gqa": True}, {"splits": 2, "pack_gqa": True}], ids="-".join)
+def test_split_keys_and_packed_heads(fill):
+    q, k, v = make_qkv(1, 40, 200, 2, 1, 64)
+    out, lse = executed(q, k, v, changes=fill, causal=True)
+    assert_correct(out, q, k, v, causal=True)
+    assert_lse(lse, q, k, v, causal=True)
+
+
 FEATURES = {
     "ragged": ((113, 203), {"causal": True}),
     "rows without a key": ((203, 113), {"causal": True}),

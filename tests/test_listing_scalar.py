@@ -22,6 +22,7 @@ F, T = 0, 1
         ("s_sub_u32 s0, s1, s2", 1, 2, -1, T),
         ("s_mul_i32 s0, s1, s2", 0x10001, 0x10003, 0x40003, None),
         ("s_mul_hi_u32 s0, s1, s2", ONES, ONES, ONES - 1, None),
+        ("s_mul_hi_i32 s0, s1, s2", -3, 0x55555556, -2, None),
         ("s_max_i32 s0, s1, s2", -1, 5, 5, F),
         ("s_min_i32 s0, s1, s2", -1, 5, -1, T),
         ("s_lshl_b32 s0, s1, s2", 3, 33, 6, T),  # five bits of the shift count

@@ -256,3 +256,74 @@ def test_warp_groups_of_the_specialised_kernel_overlap_and_wait_for_no_load():
     best = fit._replace(overlap=(fit.overlap[2],) * 3, stall=0.0, drain=0.0)
     ms = [model.nominal_ms(lone, key(), plain, device, fit), model.nominal_ms(lone, key(), gluon, device, fit)]
     assert ms[1] == model.nominal_ms(lone, key(), plain, device, best) < 0.9 * ms[0]
+
+
+# --- small grids -------------------------------------------------------------------------------------------------
+
+
+def chunk(seqlen_q=128, seqlen_k=32768, **more):
+    return key(causal=True, **more)._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+
+
+def test_shares_are_even_and_the_masked_trips_come_last():
+    assert grid.shares(6, 2, 2) == [(4, 0), (2, 2)]
+    assert grid.shares(0, 3, 2) == [(0, 1), (0, 2)]
+    assert grid.shares(1, 0, 4) == [(0, 0), (0, 0), (0, 0), (1, 0)]
+    for full, masked, splits in itertools.product(range(7), range(4), (1, 2, 3, 8)):
+        parts = grid.shares(full, masked, splits)
+        assert (sum(f for f, _ in parts), sum(m for _, m in parts)) == (full, masked)
+        assert max(map(sum, parts)) - min(map(sum, parts)) <= 1
+
+
+def test_packed_rows_see_what_their_queries_see():
+    """128 rows are 32 queries of four heads."""
+    packed = dataclasses.replace(CONFIG, pack_gqa=True)
+    at = key(seqlen=512, causal=True)
+    for m in range(16):
+        assert trips(m, at, packed) == trips(m, at, dataclasses.replace(CONFIG, BLOCK_M=32))
+
+
+def test_splits_divide_the_time_of_a_grid_that_leaves_units_idle():
+    """32 programs of 512 trips on 256 units: eight splits take an eighth, and the merge."""
+    times = {n: predict(GFX, chunk(), dataclasses.replace(CONFIG, splits=n), MI355X) for n in (1, 2, 8)}
+    assert times[2].bounds["fixed"] > times[1].bounds["fixed"] + FITS["gfx950"].launch_ms
+    grid_ms = {n: t.ms - t.bounds["fixed"] for n, t in times.items()}
+    assert grid_ms[2] == pytest.approx(grid_ms[1] / 2, rel=0.02)
+    overhead = FITS["gfx950"].overhead * 4 / (2.4 * 0.77e6)  # of each program, whatever its keys
+    assert grid_ms[8] == pytest.approx((grid_ms[1] - overhead) / 8 + overhead, rel=0.02)
+    full = key(causal=True)  # 1024 programs: nothing to fill, more to merge
+    assert predict(GFX, full, dataclasses.replace(CONFIG, splits=2), MI355X).ms > predict(GFX, full, CONFIG, MI355X).ms
+
+
+def test_merge_moves_the_parts_twice():
+    moved = 2 * 4 * 32 * 128 * (4 * 128 + 4) + 2 * 32 * 128 * 128
+    split = dataclasses.replace(CONFIG, splits=4)
+    fit = FITS["sm90"]
+    assert model.merge_ms(chunk(), CONFIG, H200, fit) == 0
+    assert model.merge_ms(chunk(), split, H200, fit) == pytest.approx(moved / (19 * 132 * 1.83e6) + fit.launch_ms)
+
+
+def test_packing_divides_the_programs_of_short_queries():
+    packed = dataclasses.replace(CONFIG, pack_gqa=True)
+    at = chunk(32, 8192, batch=64)  # 2048 programs of 32 rows, or 512 of 128
+    apart, together = (predict(GFX, at, c, MI355X) for c in (CONFIG, packed))
+    assert together.bounds["matrix"] == pytest.approx(apart.bounds["matrix"] / 4, rel=0.3)
+    assert together.ms < 0.4 * apart.ms
+
+
+def test_dies_start_parts_of_their_own():
+    """Tiles 0 to 10 on 8 dies: three of them have two, and every tile starts once."""
+    config = dataclasses.replace(CONFIG, longest_first=False)
+    tiles = [float(i) for i in range(11)]
+    order = programs_in_order(tiles, 1, dataclasses.replace(config, xcds=8))
+    assert order == [0, 2, 4, 6, 7, 8, 9, 10, 1, 3, 5]
+
+
+def test_heads_of_one_die_share_its_l2():
+    """32 query heads of 8 KV heads at 32k, BF16: four KV heads of 16 MB an L2 as dealt, one with a die's own heads."""
+    plain = model._run(GFX, key(seqlen=32768), CONFIG, MI355X)
+    own = plain._replace(config=dataclasses.replace(CONFIG, xcds=8, head_group=4))
+    assert model.l2_bytes_per_clk(own) >= model.l2_bytes_per_clk(plain)
+    short = plain._replace(key=key(seqlen=8192))
+    own = own._replace(key=key(seqlen=8192))
+    assert model.l2_bytes_per_clk(own) == 64 > model.l2_bytes_per_clk(short)  # 4 MB are one KV head of 8k keys

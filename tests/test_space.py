@@ -7,14 +7,18 @@ import pytest
 
 from zyfa.archs import ARCHS, default_config
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.grid_fill import default_for
 from zyfa.recipes import PRESETS
-from zyfa.tuner.space import RULES, broken_rule, candidates, domains, seeds, suggest
+from zyfa.tuner.space import RULES, UNITS, broken_rule, candidates, domains, seeds, suggest
 
 
 def key(dtype="bf16", head_dim=128, causal=True, nheads=32):
     return AttentionKey(dtype, head_dim, head_dim, nheads, nheads // 4, 1, 4096, 4096, causal)
 
 
+FEW = key()._replace(seqlen_q=64, seqlen_k=32768)  # 32 programs
+SPLITS = "splits keep their keys, and fill the units twice at most"
+XCDS = "xcds is tried with the largest groups that give each die its own"
 FP8 = {"recipe": "block"}
 GOOD = {
     ("gfx950", "bf16"): AttentionConfig(128, 64, 4, 2),
@@ -46,6 +50,17 @@ BROKEN = [
     ("sm90", key("fp8"), {"num_stages": 3}, "two gluon programs of one consumer share a multiprocessor"),
     ("sm90", key("fp8"), {"head_group": 4}, "gluon walks all heads together under a causal mask"),
     ("sm90", key("fp8", causal=False), {"head_group": 4}, None),
+    ("gfx950", FEW, {"splits": 4, "matrix_instr_nonkdim": 16}, "another grid is tried with the compiler's schedule"),
+    ("gfx950", FEW, {"splits": 4, "head_group": 4}, SPLITS),
+    ("gfx950", FEW._replace(seqlen_k=1024), {"splits": 8}, SPLITS),  # of 128 keys
+    ("gfx950", FEW._replace(seqlen_q=4096), {"splits": 2}, SPLITS),  # of 1024 programs
+    ("gfx950", FEW, {"splits": 8}, None),
+    ("gfx950", FEW, {"pack_gqa": True}, None),
+    ("gfx950", FEW._replace(seqlen_q=128), {"pack_gqa": True}, "pack_gqa leaves fewer programs"),
+    ("gfx950", FEW._replace(nheads_k=32), {"pack_gqa": True}, "pack_gqa leaves fewer programs"),
+    ("gfx950", key(), {"xcds": 8}, XCDS),
+    ("gfx950", key(), {"xcds": 8, "head_group": 1}, XCDS),
+    ("gfx950", key(), {"xcds": 8, "head_group": 4}, None),
 ]
 
 
@@ -87,6 +102,24 @@ def test_candidates_are_legal_distinct_and_neither_few_nor_many(arch, dtype, hea
     assert 60 <= len(configs) <= 5000
     assert default_config(arch, at) in configs
     assert all(broken_rule(config, at, arch) is None for config in configs[::97])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 32768])
+def test_grids_that_fill_the_gpu_are_not_varied(arch, seqlen):
+    at = key()._replace(seqlen_q=seqlen, seqlen_k=seqlen)
+    assert {"splits", "pack_gqa"}.isdisjoint(domains(at, arch))
+    assert {"splits", "pack_gqa"} <= set(domains(FEW, arch))
+    assert "splits" not in domains(FEW._replace(seqlen_k=512), arch)
+    assert "pack_gqa" not in domains(FEW._replace(nheads_k=32), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_short_queries_search_splits_and_packed_heads(arch):
+    configs = candidates(FEW, arch)
+    assert len(set(configs)) == len(configs)
+    assert {(1, False), (8, False), (1, True), (8, True)} <= {(c.splits, c.pack_gqa) for c in configs}
+    assert default_for(FEW, arch, UNITS[arch]) in configs
 
 
 @pytest.mark.parametrize("dtype, head_dim", [("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp8", 64), ("fp8", 128)])

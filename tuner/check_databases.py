@@ -168,8 +168,9 @@ def _rebuilt(row: Checked, build: Build) -> Iterator[str]:
 
 
 def _code(row: Checked, facts: Facts) -> object:
-    """What must be equal: of head groups, which share a build, their loops and registers, else every instruction."""
-    return (facts.loops, facts.registers, facts.lds_bytes) if row.config.head_group else facts.code_hash
+    """What must be equal: of grids that share a build, their loops and registers, else every instruction."""
+    shared = row.config.head_group or row.config.splits > 1
+    return (facts.loops, facts.registers, facts.lds_bytes) if shared else facts.code_hash
 
 
 def _same_compiler(row: Checked) -> bool:

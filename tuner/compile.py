@@ -133,8 +133,8 @@ def specialisation(key: AttentionKey, config: AttentionConfig, arch: str) -> tup
     """Equal for two jobs exactly if they compile to the same loops.
 
     Lengths and head counts reach the kernel as plain integers, so they matter only through the strides and through
-    the size of the tensors. head_group is left out: it is a constant of the program-to-tile arithmetic before the
-    loops.
+    the size of the tensors. head_group and how many splits there are are left out: they are constants of the
+    program-to-tile arithmetic before the loops.
     """
     rows = (
         (key.seqlen_q, key.nheads * key.head_dim), (key.seqlen_k, key.nheads_k * key.head_dim),
@@ -145,7 +145,8 @@ def specialisation(key: AttentionKey, config: AttentionConfig, arch: str) -> tup
         _stride_class(stride) for (n, row), dim in zip(rows, dims, strict=True) for stride in (n * row, row, dim)
     )
     wide = tuple(2 * key.batch * octave(n) * row > POINTER_RANGE for n, row in rows)
-    fields = config.to_dict() | {"head_group": config.head_group > 0, "recipe": _loop_of(config.recipe)}
+    fields = config.to_dict() | {"head_group": config.head_group > 0, "splits": config.splits > 1}
+    fields["recipe"] = _loop_of(config.recipe)
     shape = (key.dtype, key.head_dim, key.head_dim_v, key.causal, key.window_class)
     return (arch, *shape, strides, wide, tuple(sorted(fields.items())))
 
@@ -198,7 +199,8 @@ class CompileFarm:
     """A pool of compiling processes for one architecture; close it, or use it in a `with` block.
 
     Equal jobs, by specialisation(), compile once and share a future.
-    share_head_groups=False compiles each head_group by itself, which a later launch then finds in Triton's cache.
+    share_head_groups=False compiles each head_group and number of splits by itself, which a later launch then finds in
+    Triton's cache.
     """
 
     def __init__(self, arch: str, processes: int, timeout_s: float = 180.0, share_head_groups: bool = True):
@@ -212,8 +214,8 @@ class CompileFarm:
 
     def submit(self, key: AttentionKey, config: AttentionConfig) -> "Future[Build]":
         """The future of this job's Build; jobs that compile to the same code share one."""
-        group = None if self.share_head_groups else config.head_group
-        same = (specialisation(key, config, self.arch), group)
+        grid = None if self.share_head_groups else (config.head_group, config.splits)
+        same = (specialisation(key, config, self.arch), grid)
         if same not in self._builds:
             self._builds[same] = self._threads.submit(self._build, key, config)
         return self._builds[same]

@@ -2,10 +2,12 @@
 
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 
 from zyfa.config import AttentionConfig, AttentionKey
+from zyfa.grid_fill import query_blocks
 
 # Up to here, in programs for each slot, the grid is list-scheduled program by program; longer grids are even enough for
 # a closed form, which tests hold to 5 % of list scheduling.
@@ -17,17 +19,27 @@ def trips(m: int, key: AttentionKey, config: AttentionConfig) -> tuple[int, int]
     hi = full_hi = key.seqlen_k
     if key.causal:
         shift = key.seqlen_k - key.seqlen_q
-        hi = min(key.seqlen_k, max(0, min((m + 1) * config.BLOCK_M, key.seqlen_q) + shift))
-        full_hi = min(key.seqlen_k, max(0, m * config.BLOCK_M + shift + 1))
+        group = key.nheads // key.nheads_k if config.pack_gqa else 1  # rows of one query
+        hi = min(key.seqlen_k, max(0, min(-(-(m + 1) * config.BLOCK_M // group), key.seqlen_q) + shift))
+        full_hi = min(key.seqlen_k, max(0, m * config.BLOCK_M // group + shift + 1))
     full = full_hi // config.BLOCK_N
     return full, max(0, -(-(hi - full * config.BLOCK_N) // config.BLOCK_N))
 
 
+def shares(full: int, masked: int, splits: int) -> list[tuple[int, int]]:
+    """What each of the programs that share these trips takes of them: the masked ones come last."""
+    ends = [(full + masked) * i // splits for i in range(splits + 1)]
+    return [(min(hi, full) - min(lo, full), max(hi, full) - max(lo, full)) for lo, hi in itertools.pairwise(ends)]
+
+
 @functools.lru_cache(maxsize=1024)
-def all_trips(key: AttentionKey, block_m: int, block_n: int) -> tuple[tuple[int, int], ...]:
-    """trips() of every query block; kept, because many configs of a call share their tile."""
-    config = AttentionConfig(block_m, block_n, 4, 1)
-    return tuple(trips(m, key, config) for m in range(-(-key.seqlen_q // block_m)))
+def all_trips(
+    key: AttentionKey, block_m: int, block_n: int, splits: int = 1, pack_gqa: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """shares() of every query block; kept, because many configs of a call share their tile."""
+    config = AttentionConfig(block_m, block_n, 4, 1, pack_gqa=pack_gqa)
+    blocks = range(query_blocks(key, config))
+    return tuple(part for m in blocks for part in shares(*trips(m, key, config), splits))
 
 
 def programs_in_order(per_m: Sequence[float], batch_heads: int, config: AttentionConfig) -> list[float]:
@@ -35,7 +47,12 @@ def programs_in_order(per_m: Sequence[float], batch_heads: int, config: Attentio
     order = list(reversed(per_m)) if config.longest_first else list(per_m)
     width = config.head_group or batch_heads
     widths = [min(width, batch_heads - first) for first in range(0, batch_heads, width)]
-    return [cost for heads in widths for cost in order for _ in range(heads)]
+    tiles = [cost for heads in widths for cost in order for _ in range(heads)]
+    if not config.xcds:
+        return tiles
+    each, more = divmod(len(tiles), config.xcds)  # each die starts its own part of the tiles: kernels/rows.py
+    starts = [die * each + min(die, more) for die in range(config.xcds)]
+    return [tiles[starts[i % config.xcds] + i // config.xcds] for i in range(len(tiles))]
 
 
 def makespan(costs: Sequence[float], slots: int) -> float:

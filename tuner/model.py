@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 from zyfa.config import AttentionConfig, AttentionKey, octave
+from zyfa.grid_fill import grid_heads, programs, query_blocks
 from zyfa.limits import operand_bytes
 from zyfa.recipes import RECIPES, Recipe
 
@@ -83,11 +84,12 @@ class _Run(NamedTuple):
 
     @property
     def batch_heads(self) -> int:
-        return self.key.batch * self.key.nheads
+        return grid_heads(self.key, self.config)
 
     @property
     def num_m_blocks(self) -> int:
-        return -(-self.key.seqlen_q // self.config.BLOCK_M)
+        """Programs of a head: its query blocks, times the splits."""
+        return query_blocks(self.key, self.config) * self.config.splits
 
     @property
     def slots(self) -> int:
@@ -118,7 +120,7 @@ def _run(facts: Facts, key: AttentionKey, config: AttentionConfig, device: Devic
     if device.arch == "sm90" and config.variant == "gluon":
         fit = _specialised(fit)
     alone = _Run(facts, key, config, device, fit, 1)
-    share = math.ceil(alone.num_m_blocks * alone.batch_heads / device.units)
+    share = math.ceil(programs(key, config) / device.units)
     return alone._replace(workgroups=max(1, min(facts.workgroups_per_unit, share)))
 
 
@@ -154,14 +156,17 @@ def l2_bytes_per_clk(run: _Run) -> float:
     """Rate at which a unit gets K and V, by how much of those of all heads that run at once fits in the L2s.
 
     Neighbouring programs go to different L2s in turn, so a group of heads that the number of L2s divides keeps each
-    head in one of them. Programs of one head walk its keys together and share what misses.
+    head in one of them; with xcds each L2 has heads of its own, and those of one KV head side by side. Programs of one
+    head walk its keys together and share what misses.
     """
     key, device = run.key, run.device
+    dies = device.l2_count if run.config.xcds else 1
     width = min(run.config.head_group or run.batch_heads, run.batch_heads)
-    groups = math.ceil(run.slots / (run.num_m_blocks * width))
-    heads = min(run.batch_heads, width * groups)
-    per_l2 = math.ceil(heads / math.gcd(width, device.l2_count))
-    kv_heads = min(per_l2, math.ceil(heads * key.nheads_k / key.nheads))
+    groups = math.ceil(run.slots / dies / (run.num_m_blocks * width))
+    heads = min(math.ceil(run.batch_heads / dies), width * groups)
+    per_l2 = heads if run.config.xcds else math.ceil(heads / math.gcd(width, device.l2_count))
+    group = 1 if run.config.pack_gqa else key.nheads // key.nheads_k
+    kv_heads = min(per_l2, math.ceil(heads / group))
     hot = kv_heads * key.seqlen_k / run.config.BLOCK_N * run.tile_bytes
     sharers = max(1.0, run.slots / device.l2_count / kv_heads)
     miss = max(0.0, 1 - device.l2_mb * 2**20 / hot) / sharers
@@ -209,15 +214,30 @@ def quantise_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit:
     return moved / (device.hbm_tb_s * 1e9 * fit.quantiser_fraction) + launches * fit.launch_ms
 
 
+def merge_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
+    """Time that split keys cost beside the shorter loops: the parts, in fp32, written and read, and one launch.
+
+    They pass through what lies behind the L2s: each program's part is read by another unit.
+    """
+    if config.splits == 1:
+        return 0.0
+    rows = key.batch * key.nheads * key.seqlen_q
+    moved = 2 * config.splits * rows * (4 * key.head_dim_v + 4) + 2 * rows * key.head_dim_v
+    return moved / (device.far_bytes_per_clk * device.units * device.clock_ghz * 1e6) + fit.launch_ms
+
+
 def _costs(run: _Run, exp_slots: float, overlap: float) -> list[float]:
-    """Slots of a program of each query block.
+    """Slots of a program of each query block and split.
 
     The loop without masks is the cheapest of the code's loops; those with masks hold more compares and selects.
     """
     each = [_unit_slots(loop, run, exp_slots, overlap) for loop in run.facts.loops]
     overhead = run.fit.overhead * run.config.BLOCK_M * run.workgroups / 128
-    counts = all_trips(run.key, run.config.BLOCK_M, run.config.BLOCK_N)
-    return [full * min(each) + masked * max(each) + overhead for full, masked in counts]
+    return [full * min(each) + masked * max(each) + overhead for full, masked in _counts(run)]
+
+
+def _counts(run: _Run) -> tuple[tuple[int, int], ...]:
+    return all_trips(run.key, run.config.BLOCK_M, run.config.BLOCK_N, run.config.splits, run.config.pack_gqa)
 
 
 def _bounds(run: _Run) -> dict[str, float]:
@@ -231,7 +251,7 @@ def _bounds(run: _Run) -> dict[str, float]:
         "lds": _lds_slots(loop, run),
         "l2": _l2_slots(run),
     }
-    total = sum(map(sum, all_trips(run.key, run.config.BLOCK_M, run.config.BLOCK_N))) * run.batch_heads
+    total = sum(map(sum, _counts(run))) * run.batch_heads
     return {name: slots * total / run.slots for name, slots in each.items()}
 
 
@@ -266,7 +286,7 @@ def predict(
     low = _costs(run, run.fit.exp[0], min(1.0, overlap + spread))
     high = _costs(run, run.fit.exp[1], overlap - spread)
     grid_ms = grid_time(costs, run.batch_heads, run.slots, config) * run.ms_per_slot
-    fixed_ms = run.fit.launch_ms + quantise_ms(key, config, device, run.fit)
+    fixed_ms = _fixed_ms(key, config, device, run.fit)
     bounds = {name: slots * run.ms_per_slot for name, slots in _bounds(run).items()}
     bounds["spread"] = sum(costs) * run.batch_heads / run.slots * run.ms_per_slot
     bounds["fixed"] = fixed_ms
@@ -284,4 +304,9 @@ def nominal_ms(facts: Facts, key: AttentionKey, config: AttentionConfig, device:
     run = _run(facts, key, config, device, fit)
     costs = _costs(run, run.fit.exp[0], _overlap(run))
     grid_ms = grid_time(costs, run.batch_heads, run.slots, config) * run.ms_per_slot
-    return grid_ms + fit.launch_ms + quantise_ms(key, config, device, fit)
+    return grid_ms + _fixed_ms(key, config, device, fit)
+
+
+def _fixed_ms(key: AttentionKey, config: AttentionConfig, device: Device, fit: Fit) -> float:
+    """Everything but the grid of the attention kernel."""
+    return fit.launch_ms + quantise_ms(key, config, device, fit) + merge_ms(key, config, device, fit)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zyfa.archs import ARCHS, Arch, default_config
 from zyfa.config import AttentionConfig, AttentionKey, octave
+from zyfa.device import TARGETS
+from zyfa.grid_fill import MIN_SHARE, grid_heads, programs, query_blocks
 from zyfa.limits import broken_limit, knows_gluon, knows_sched_strategy, lds_bytes
 from zyfa.recipes import PRESETS, RECIPES
 
@@ -34,10 +36,15 @@ FP8_RECIPES = (
     ),
 )  # fmt: skip
 
+# Of the largest part of an architecture: what a grid has to fill.
+UNITS = {arch: max(units for _, of, units in TARGETS.values() if of == arch) for arch in ARCHS}
+
 _COMMON: dict[str, tuple] = {
     "BLOCK_N": (32, 64, 128),
     "longest_first": (True, False),
     "head_group": (0, 1, 4, 8),
+    "splits": (1, 2, 4, 8),
+    "pack_gqa": (False, True),
 }
 
 # What the search may choose from. -1 and "" leave a choice to the compiler; async_copy's other value is added below.
@@ -49,6 +56,7 @@ SPACE: dict[str, dict[str, tuple]] = {
         "num_stages": (1, 2, 3, 4),
         "waves_per_eu": (0, 1, 2, 3),
         "matrix_instr_nonkdim": (0, 16),  # 0 is 32 for every tile of this space
+        "xcds": (0, 8),
         "sched_strategy": ("", "max-ilp", "iterative-ilp", "iterative-minreg"),
     },
     "gfx942": _COMMON
@@ -58,6 +66,7 @@ SPACE: dict[str, dict[str, tuple]] = {
         "num_stages": (1, 2, 3),
         "waves_per_eu": (0, 2),
         "matrix_instr_nonkdim": (0, 16),
+        "xcds": (0, 8),
         "sched_strategy": ("", "max-ilp", "iterative-ilp", "iterative-minreg"),
     },
     "sm90": _COMMON
@@ -72,8 +81,14 @@ SPACE: dict[str, dict[str, tuple]] = {
     },
 }
 # Fields that the gluon variant fixes (zyfa.limits); without them its part of the product is small.
-GLUON = {"maxnreg": (0,), "tensor_descriptors": (False,), "longest_first": (True,), "variant": ("gluon",)}
+GLUON = {
+    "maxnreg": (0,), "tensor_descriptors": (False,), "longest_first": (True,), "variant": ("gluon",), "splits": (1,),
+    "pack_gqa": (False,),
+}  # fmt: skip
 PLAIN = {"variant": ("triton",), "ping_pong": (False,)}
+# Fields that change the grid and not the loop, and those of the loop's schedule, which they are not multiplied with.
+GRID = {"splits": (1,), "pack_gqa": (False,), "xcds": (0,)}
+SCHEDULE = {"waves_per_eu": (0,), "matrix_instr_nonkdim": (0,), "async_copy": (-1,), "sched_strategy": ("",)}
 
 
 class Rule(NamedTuple):
@@ -138,6 +153,38 @@ def _halves_shared_memory(config: AttentionConfig, key: AttentionKey, arch: Arch
     return 2 * (lds_bytes(config, key, arch.name) + 2048) <= arch.lds_bytes
 
 
+def _one_of_grid_and_schedule(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    return any(all(getattr(config, name) == value for name, (value,) in part.items()) for part in (GRID, SCHEDULE))
+
+
+def _splits_fill(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    """Half of what a default leaves a split at least; the orders of heads are tried with whole keys only."""
+    if config.splits == 1:
+        return True
+    ordered = config.head_group == 0 and config.longest_first
+    return ordered and config.splits * MIN_SHARE <= 2 * key.seqlen_k and programs(key, config) <= 2 * UNITS[arch.name]
+
+
+def _packs_rows(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    """Blocks that are full anyhow gain nothing; K and V of the heads of a group meet in L2."""
+    packed = dataclasses.replace(config, pack_gqa=True)
+    apart = dataclasses.replace(config, pack_gqa=False)
+    return not config.pack_gqa or programs(key, packed) < programs(key, apart)
+
+
+def _own_heads(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
+    """A die gets heads of its own if a group is an eighth of all; the largest such group is the one that is tried."""
+    share = key.batch * key.nheads // 8
+    fitting = [group for group in _COMMON["head_group"] if 0 < group <= share]
+    return not config.xcds or (bool(fitting) and config.head_group == fitting[-1])
+
+
+def _leaves_units(key: AttentionKey, arch: str) -> bool:
+    """Whether blocks of 128 rows leave a quarter of the units idle, and there are keys to split."""
+    tile = AttentionConfig(128, 64, 4, 1)
+    return 4 * query_blocks(key, tile) * grid_heads(key, tile) < 3 * UNITS[arch] and key.seqlen_k >= 2 * MIN_SHARE
+
+
 RULES = (
     Rule("a wave owns all rows of one MFMA", _owns_its_rows),
     Rule("FP8 stays on the double-rate MFMA", _full_rate_fp8),
@@ -162,6 +209,10 @@ RULES = (
         "gluon walks all heads together under a causal mask",
         lambda c, k, a: c.variant != "gluon" or not k.causal or (c.head_group == 0 and c.longest_first),
     ),
+    Rule("another grid is tried with the compiler's schedule", _one_of_grid_and_schedule),
+    Rule("splits keep their keys, and fill the units twice at most", _splits_fill),
+    Rule("pack_gqa leaves fewer programs", _packs_rows),
+    Rule("xcds is tried with the largest groups that give each die its own", _own_heads),
     Rule("sched_strategy is tried without a register cap", lambda c, k, a: not c.sched_strategy or c.waves_per_eu == 0),
 )
 
@@ -189,6 +240,10 @@ def domains(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES
         del space["variant"], space["ping_pong"]
     if not key.causal:
         del space["longest_first"]
+    if not _leaves_units(key, arch):
+        del space["splits"]
+    if key.nheads == key.nheads_k or key.seqlen_q >= max(space["BLOCK_M"]):
+        del space["pack_gqa"]
     if key.dtype == "fp8":
         space["recipe"] = tuple(dict.fromkeys((default_config(arch, key).recipe, *recipes)))
     return space
@@ -200,10 +255,14 @@ def candidates(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECI
     space = domains(key, arch, recipes)
     parts = [space]
     if "variant" in space:
-        parts = [space | PLAIN, space | {name: values for name, values in GLUON.items() if name in space}]
-    return tuple(
-        config for part in parts for config in _product(part) if broken_rule(config, key, arch) is None
-    )  # fmt: skip
+        parts = [_narrowed(space, PLAIN), _narrowed(space, GLUON)]
+    parts = [narrow for part in parts for narrow in (_narrowed(part, GRID), _narrowed(part, SCHEDULE))]
+    every = dict.fromkeys(config for part in parts for config in _product(part))
+    return tuple(config for config in every if broken_rule(config, key, arch) is None)
+
+
+def _narrowed(space: dict[str, tuple], fixed: dict[str, tuple]) -> dict[str, tuple]:
+    return space | {name: values for name, values in fixed.items() if name in space}
 
 
 def _product(space: dict[str, tuple]) -> Iterator[AttentionConfig]:

@@ -56,8 +56,8 @@ def plain_config(arch: str, key: AttentionKey, recipe: str = "") -> AttentionCon
 def default_config(arch: str, key: AttentionKey, recipe: str = "") -> AttentionConfig:
     """The config for a key when no database knows better; recipe: of FP8, "" is that of "balanced".
 
-    On Hopper the Gluon kernel where it takes the key and the recipe, with two consumers in turns: in a tuning run on an
-    H200 it won all 28 cells of the default grid, 26 of them with this tile. Else, and where the installed Triton has no
+    On Hopper the Gluon kernel where it takes the key and the recipe, with two consumers, in 16 bits in turns: in a tuning
+    run on an H200 it won all 28 cells of the default grid, 26 of them with this tile. Else, and where the installed Triton has no
     Gluon, plain_config(). What it lacks beyond the key (softcap, sinks, packed sequences) runs the plain tile, too.
     """
     plain = plain_config(arch, key, recipe)
@@ -66,7 +66,7 @@ def default_config(arch: str, key: AttentionKey, recipe: str = "") -> AttentionC
     from .limits import broken_limit  # late: it imports this module
 
     for block_n in (128, 64):
-        gluon = AttentionConfig(128, block_n, 8, 2, recipe=plain.recipe, variant="gluon", ping_pong=True)
+        gluon = AttentionConfig(128, block_n, 8, 2, recipe=plain.recipe, variant="gluon", ping_pong=key.dtype != "fp8")
         if broken_limit(gluon, key, arch) is None:
             return gluon
     return plain

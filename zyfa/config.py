@@ -88,12 +88,15 @@ class AttentionConfig:
     num_stages: int  # buffers of the software pipeline
     longest_first: bool = True  # causal: the programs with most keys start first
     head_group: int = 0  # heads that are walked together, for L2; 0 = all of them
+    splits: int = 1  # programs that share the keys of a query block; another kernel merges what they find
+    pack_gqa: bool = False  # the rows of a program are those of all query heads of one KV head
     recipe: str = "none"  # a name in zyfa.recipes.RECIPES; "none" runs in the dtype of the inputs
     # AMD
     waves_per_eu: int = 0  # register cap by occupancy; 0 leaves it to the compiler
     matrix_instr_nonkdim: int = 0  # rows of one MFMA; 0 leaves it to the compiler
     async_copy: int = -1  # global to LDS without registers: 1 on, 0 off, -1 the compiler's default
     sched_strategy: str = ""  # LLVM's amdgpu-sched-strategy (Triton >= 3.8); "" is the default
+    xcds: int = 0  # dies that program ids go to in turn, each of which gets neighbouring tiles; 0 leaves them apart
     # NVIDIA
     maxnreg: int = 0  # register cap per thread; 0 = none
     tensor_descriptors: bool = False  # K and V tiles through the TMA unit instead of pointers

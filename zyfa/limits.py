@@ -13,11 +13,12 @@ from .config import AttentionConfig, AttentionKey, octave
 from .recipes import QUANT_ROWS, RECIPES, Recipe
 
 SCHED_STRATEGIES = ("", "max-ilp", "max-memory-clause", "iterative-ilp", "iterative-minreg", "iterative-maxocc")
-AMD_DEFAULTS = {"waves_per_eu": 0, "matrix_instr_nonkdim": 0, "async_copy": -1, "sched_strategy": ""}
+AMD_DEFAULTS = {"waves_per_eu": 0, "matrix_instr_nonkdim": 0, "async_copy": -1, "sched_strategy": "", "xcds": 0}
 NVIDIA_DEFAULTS = {
     "maxnreg": 0, "tensor_descriptors": False, "variant": "triton", "ping_pong": False,
 }  # fmt: skip
 VARIANTS = ("triton", "gluon")
+MAX_SPLITS = 16  # merge_splits is unrolled over them
 
 
 def lds_bytes(config: AttentionConfig, key: AttentionKey, arch: str) -> int:
@@ -105,6 +106,16 @@ def _is_mx(config: AttentionConfig) -> bool:
     return config.recipe != "none" and RECIPES[config.recipe].granularity == "mx"
 
 
+def _has_q_mean(config: AttentionConfig) -> bool:
+    """Then each query head adds numbers of its own to the logits of a key, and heads of one program differ in them."""
+    return config.recipe in RECIPES and RECIPES[config.recipe].q_mean
+
+
+def _alone(config: AttentionConfig) -> bool:
+    """Whether a program has all keys of its rows, which are of one head."""
+    return config.splits == 1 and not config.pack_gqa
+
+
 def knows_sched_strategy() -> bool:
     """Whether the installed Triton takes sched_strategy (from 3.8 on; there async copy is also gfx950's default)."""
     import triton  # late: only rows that use the option need to know the version
@@ -156,6 +167,10 @@ LIMITS = (
     Limit("num_warps is 1, 2, 4 or 8", lambda c, k, a: _power_of_two(c.num_warps, 1, 8)),
     Limit("num_stages is 1 to 5", lambda c, k, a: 1 <= c.num_stages <= 5),
     Limit("head_group is not negative", lambda c, k, a: c.head_group >= 0),
+    Limit(f"splits is 1 to {MAX_SPLITS}", lambda c, k, a: 1 <= c.splits <= MAX_SPLITS),
+    Limit("xcds is 0 or 8", lambda c, k, a: c.xcds in (0, 8)),
+    Limit("the gluon variant has neither splits nor pack_gqa", lambda c, k, a: c.variant == "triton" or _alone(c)),
+    Limit("pack_gqa needs a recipe without q_mean", lambda c, k, a: not (c.pack_gqa and _has_q_mean(c))),
     Limit("recipe is known", lambda c, k, a: c.recipe == "none" or c.recipe in RECIPES),
     Limit("recipe is none for bf16 and fp16 only", lambda c, k, a: (c.recipe == "none") == (k.dtype != "fp8")),
     Limit("AMD knobs stay at their defaults", lambda c, k, a: a.vendor == "amd" or _has_defaults(c, AMD_DEFAULTS)),

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 from zyfa.tuning_db import reader
 
-from .archs import ARCHS, default_config, plain_config
+from .archs import ARCHS, plain_config
 from .config import AttentionConfig, AttentionKey, Cell, cell_of, octave_of
 from .device import Device
 from .errors import DatabaseError
+from .grid_fill import default_for
 from .limits import broken_limit
 from .recipes import RECIPES
 from .toolchain import POLICIES, Running, grade, policy, rank, running
@@ -107,7 +108,7 @@ def _with_recipe(config: AttentionConfig, key: AttentionKey, device: Device, rec
     wider = config.variant == "triton" and RECIPES[recipe].qk == "bf16" and RECIPES[config.recipe].qk != "bf16"
     wanted = dataclasses.replace(config, recipe=recipe, num_stages=max(config.num_stages - wider, 1))
     if device.arch in ARCHS and broken_limit(wanted, key, device.arch):
-        wanted = default_config(device.arch, key, recipe)
+        wanted = default_for(key, device.arch, device.units, recipe)
     return wanted
 
 
@@ -202,7 +203,7 @@ def _decide(key: AttentionKey, cell: Cell, device: Device, recipe: str = "") -> 
                     found.row.config, label or match, trust, found.row, found.database, tuple(misses), found.grade
                 )
             misses.append(f"{step}: {_nothing(of_trust, match)}")
-    return Choice(default_config(device.arch, key), "default", "none", None, None, tuple(misses))
+    return Choice(default_for(key, device.arch, device.units), "default", "none", None, None, tuple(misses))
 
 
 def _scored(cell: Cell, rows: tuple[tuple[str, reader.Row], ...], misses: list[str]) -> list[_Candidate]:

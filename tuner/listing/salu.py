@@ -61,6 +61,7 @@ _BINARY: dict[str, tuple[int, tuple[int, int], Callable, str]] = {
     "s_sub_u32": (32, (32, 32), lambda a, b: ((a - b) & MASK32, int(b > a)), "own"),
     "s_mul_i32": (32, (32, 32), lambda a, b: a * b & MASK32, ""),
     "s_mul_hi_u32": (32, (32, 32), lambda a, b: a * b >> 32, ""),
+    "s_mul_hi_i32": (32, (32, 32), lambda a, b: signed(a) * signed(b) >> 32 & MASK32, ""),
     "s_max_i32": (32, (32, 32), lambda a, b: _select(a, b, lambda x, y: signed(x) >= signed(y)), "own"),
     "s_min_i32": (32, (32, 32), lambda a, b: _select(a, b, lambda x, y: signed(x) < signed(y)), "own"),
     "s_max_u32": (32, (32, 32), lambda a, b: _select(a, b, lambda x, y: x >= y), "own"),

@@ -49,6 +49,10 @@ def _to_f16(a):
     return np.asarray(a).astype(np.float16).view(np.uint16).astype(U)
 
 
+def _high_product(a, b):
+    return (np.asarray(a, np.uint64) * np.asarray(b, np.uint64) >> np.uint64(32)).astype(U)
+
+
 def _signed24(a):
     return (a << I(8)) >> I(8)
 
@@ -116,9 +120,11 @@ TABLE: dict[str, tuple[str, str, Callable]] = {
     "v_sub_u32": ("u", "uu", np.subtract),
     "v_subrev_u32": ("u", "uu", lambda a, b: b - a),
     "v_mul_lo_u32": ("u", "uu", np.multiply),
+    "v_mul_hi_u32": ("u", "uu", _high_product),
     "v_mul_u32_u24": ("u", "uu", lambda a, b: (a & U(0xFFFFFF)) * (b & U(0xFFFFFF))),
     "v_mul_i32_i24": ("i", "ii", lambda a, b: _signed24(a) * _signed24(b)),
     "v_mad_i32_i24": ("i", "iii", lambda a, b, c: _signed24(a) * _signed24(b) + c),
+    "v_min3_i32": ("i", "iii", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_add3_u32": ("u", "uuu", lambda a, b, c: a + b + c),
     "v_lshl_add_u32": ("u", "uuu", lambda a, b, c: (a << _shift(b)) + c),
     "v_add_lshl_u32": ("u", "uuu", lambda a, b, c: (a + b) << _shift(c)),

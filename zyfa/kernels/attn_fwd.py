@@ -8,12 +8,12 @@ never visited.
 import triton
 import triton.language as tl
 
+from .rows import poison, row_ptrs, row_scales, rows_of, share, store, tile_on_die
+
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # No V scale ratio between neighbouring blocks may blow the accumulator up to inf: |acc| <= 2**34 at 128k keys.
 MAX_RATIO: tl.constexpr = tl.constexpr(2.0**90)
-# Callers' descales may be 0; a logit scale of 0 would turn the -inf of a mask into NaN.
-MIN_LOGIT_SCALE: tl.constexpr = tl.constexpr(1e-30)
 E4M3: tl.constexpr = tl.constexpr("e4m3")
 # Sizes that no instruction depends on: one build serves every length, also 1 and multiples of 16.
 UNSPECIALISED = (
@@ -64,6 +64,15 @@ def _visible(
     """Key ranges of a query block: [lo, full_lo) masked, [full_lo, full_hi) seen by all rows, up to hi masked."""
     first = m * BLOCK_M + seqlen_k - seqlen_q
     last = min((m + 1) * BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
+    return _ranges(first, last, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+
+
+@triton.jit
+def _ranges(
+    first, last, seqlen_k, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """_visible of the rows whose key positions are first to last."""
     lo = 0
     full_lo = 0
     if HAS_LEFT:
@@ -101,34 +110,6 @@ def _head_tiles(
         else:
             tiles += tl.cast(first, tl.int64) * stride_n
     return tiles, row, col
-
-
-@triton.jit
-def _store(
-    O, acc, b, h, first, m, in_rows, stride_ob, stride_om, stride_oh,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """The output block; with varlen `first` is the sequence's row and stride_ob is 0."""
-    offs_dv = tl.arange(0, BLOCK_DV)
-    base = O + tl.cast(b, tl.int64) * stride_ob + tl.cast(h, tl.int64) * stride_oh
-    base += tl.cast(first + m * BLOCK_M, tl.int64) * stride_om
-    ptrs = base + tl.arange(0, BLOCK_M)[:, None] * stride_om + offs_dv[None, :]
-    tl.store(ptrs, acc.to(O.dtype.element_ty), in_rows[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
-
-
-@triton.jit
-def _poison(
-    O, LSE, h, first, num_m_blocks, seqlen_q, stride_om, stride_oh, stride_lse,
-    HAS_LSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """NaN in the rows behind the last query block: a max_seqlen_q that is too small leaves them to no program."""
-    nan = tl.full([BLOCK_M, BLOCK_DV], float("nan"), tl.float32)
-    for m in range(num_m_blocks, tl.cdiv(seqlen_q, BLOCK_M)):
-        offs_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
-        _store(O, nan, 0, h, first, m, offs_m < seqlen_q, 0, stride_om, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-        if HAS_LSE:
-            nans = tl.full([BLOCK_M], float("nan"), tl.float32)
-            tl.store(LSE + tl.cast(h, tl.int64) * stride_lse + first + offs_m, nans, offs_m < seqlen_q)
 
 
 @triton.jit
@@ -281,58 +262,60 @@ def attn_fwd(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LONGEST_FIRST: tl.constexpr, HEAD_GROUP: tl.constexpr, ASYNC_COPY: tl.constexpr,
+    SPLITS: tl.constexpr, PACK_GQA: tl.constexpr, XCDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK_M query rows of one head. ASYNC_COPY is read by nobody: it keeps two builds apart."""
-    m, bh = _tile_of(tl.program_id(0), num_m_blocks, batch_heads, HEAD_GROUP, LONGEST_FIRST)
-    b = bh // nheads
-    h = bh % nheads
-    hk = h // group
+    """One block of BLOCK_M query rows of one head. ASYNC_COPY is read by nobody: it keeps two builds apart.
+
+    PACK_GQA: the rows are those of all heads of one KV head, and batch_heads counts KV heads. SPLITS > 1: only a share
+    of the keys; O and LSE are those of merge_splits, with one more axis in front, and the LSE is in base 2.
+    """
+    pid = tl.program_id(0)
+    if XCDS:
+        pid = tile_on_die(pid, tl.num_programs(0), XCDS)
+    split = 0
+    if SPLITS > 1:
+        split = pid % SPLITS
+        pid = pid // SPLITS
+        parts = tl.cast(split, tl.int64) * (nheads if VARLEN else batch_heads * group if PACK_GQA else batch_heads)
+        O += parts * stride_oh
+        LSE += parts * stride_lse
+    m, bh = _tile_of(pid, num_m_blocks, batch_heads, HEAD_GROUP, LONGEST_FIRST)
+    heads = nheads // group if PACK_GQA else nheads
+    b = bh // heads
+    first_h = bh % heads
+    hk = first_h if PACK_GQA else first_h // group
     max_q, max_k = seqlen_q, seqlen_k
     QK_QUANTISED: tl.constexpr = QK_SCALES != "none"
     V_QUANTISED: tl.constexpr = V_SCALES != "none"
     q_first, lse_first, seqlen_q = _sequence(b, cu_seqlens_q, seqlen_q, VARLEN, QK_QUANTISED, QUANT_ROWS)
     k_first, _, _ = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, QK_QUANTISED, QUANT_ROWS)
     v_first, _, seqlen_k = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, V_QUANTISED, QUANT_ROWS)
-    if m * BLOCK_M >= seqlen_q:
+    if m * BLOCK_M >= (seqlen_q * group if PACK_GQA else seqlen_q):
         return
     if VARLEN and m == num_m_blocks - 1:
-        _poison(O, LSE, h, lse_first, num_m_blocks, seqlen_q, stride_om, stride_oh, stride_lse,
-                HAS_LSE, HEAD_DIM_V, BLOCK_M, BLOCK_DV)  # fmt: skip
-    offs_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+        poison(O, LSE, first_h, lse_first, num_m_blocks, seqlen_q, group, stride_om, stride_oh, stride_lse,
+               HAS_LSE, HEAD_DIM_V, BLOCK_M, BLOCK_DV, PACK_GQA)  # fmt: skip
+    offs_m, h = rows_of(m, first_h, group, BLOCK_M, PACK_GQA)
+    if PACK_GQA:
+        bh = b * nheads + h
     in_rows = offs_m < seqlen_q
     offs_d = tl.arange(0, BLOCK_D)
 
-    q_base = Q + tl.cast(b, tl.int64) * stride_qb + tl.cast(h, tl.int64) * stride_qh
-    q_base += tl.cast(q_first + m * BLOCK_M, tl.int64) * stride_qm
-    q_ptrs = q_base + tl.arange(0, BLOCK_M)[:, None] * stride_qm + offs_d[None, :]
+    q_ptrs = row_ptrs(Q, b, first_h, q_first, m, group, stride_qb, stride_qm, stride_qh, BLOCK_M, PACK_GQA)
+    q_ptrs += offs_d[None, :]
     q = tl.load(q_ptrs, in_rows[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     k_tiles, k_row, k_col = _head_tiles(K, b, hk, k_first, stride_kb, stride_kn, stride_kh, K_DESCRIPTOR, False)
     v_tiles, v_row, v_col = _head_tiles(V, b, hk, v_first, stride_vb, stride_vn, stride_vh, V_DESCRIPTOR, V_TRANSPOSED)
 
     head = h if VARLEN else bh  # in buffers whose batch axis is folded into the rows
     kv_head = hk if VARLEN else b * (nheads // group) + hk
-    row_scale = tl.zeros([BLOCK_M], tl.float32) + qk_scale
-    v_scale = 1.0
     heads_k = nheads // group
-    q_mx = 0  # read with "mx" only
-    if QK_SCALES == "head":
-        row_scale *= tl.load(q_descale + bh * stride_q_descale)
-        row_scale *= tl.load(k_descale + (b * heads_k + hk) * stride_k_descale)
-        row_scale = tl.maximum(row_scale, MIN_LOGIT_SCALE)
-    elif QK_QUANTISED:
-        q_descale += tl.cast(head, tl.int64) * stride_q_descale
-        k_descale += tl.cast(kv_head, tl.int64) * stride_k_descale
-        if QK_SCALES == "block":
-            row_scale *= tl.load(q_descale + (q_first + offs_m) // QUANT_ROWS, in_rows, other=1.0)
-            k_descale += k_first // QUANT_ROWS
-        elif QK_SCALES == "row":
-            row_scale *= tl.load(q_descale + q_first + offs_m, in_rows, other=1.0)
-            k_descale += k_first
-        else:
-            q_descale += tl.cast(q_first, tl.int64) * (BLOCK_D // 32)
-            groups = offs_m[:, None] * (BLOCK_D // 32) + tl.arange(0, BLOCK_D // 32)[None, :]
-            q_mx = tl.load(q_descale + groups, in_rows[:, None], other=127)  # 2^0
-            k_descale += tl.cast(k_first, tl.int64) * (BLOCK_D // 32)
+    v_scale = 1.0
+    row_scale, k_descale, q_mx = row_scales(
+        q_descale, k_descale, qk_scale, bh if QK_SCALES == "head" else head, kv_head, b, heads_k, hk,
+        q_first, k_first, offs_m, in_rows,
+        stride_q_descale, stride_k_descale, QK_SCALES, QUANT_ROWS, PACK_GQA, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     if V_SCALES == "block":
         v_descale += tl.cast(kv_head, tl.int64) * stride_v_descale + v_first // QUANT_ROWS
     elif V_SCALES == "head":
@@ -348,11 +331,21 @@ def attn_fwd(
     if HAS_SINK:  # a logit without a key: it takes part in the sum only
         m_i = tl.load(sink + h).to(tl.float32) * LOG2E - (shift * 0.0 if SOFTCAP else shift)
         l_i += 2.0**P_OFFSET
+        if SPLITS > 1:  # in one of the sums
+            m_i = tl.where(split == 0, m_i, float("-inf"))
+            l_i = tl.where(split == 0, l_i, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     rows = offs_m + seqlen_k - seqlen_q
-    lo, full_lo, full_hi, hi = _visible(
-        m, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-    )
+    if PACK_GQA:
+        at = m * BLOCK_M // group + seqlen_k - seqlen_q
+        last = min(((m + 1) * BLOCK_M - 1) // group, seqlen_q - 1) + seqlen_k - seqlen_q
+        lo, full_lo, full_hi, hi = _ranges(at, last, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+    else:
+        lo, full_lo, full_hi, hi = _visible(
+            m, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+        )
+    if SPLITS > 1:
+        lo, full_lo, full_hi, hi = share(split, lo, full_lo, full_hi, hi, SPLITS, BLOCK_N)
     for part in tl.static_range(3):  # masked on the left, unmasked, masked on the right
         if part == 0:
             n_lo, n_hi = lo, min(full_lo, hi)
@@ -378,9 +371,12 @@ def attn_fwd(
         lse = m_i + tl.log2(l_i) - P_OFFSET  # -inf where no key was seen
         if ROW_SHIFT and not SOFTCAP:
             lse += shift
-        tl.store(LSE + tl.cast(head, tl.int64) * stride_lse + lse_first + offs_m, lse * LN2, in_rows)
+        if SPLITS == 1:
+            lse = lse * LN2
+        tl.store(LSE + tl.cast(head, tl.int64) * stride_lse + lse_first + offs_m, lse, in_rows)
     acc = acc * (v_scale / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     if V_SCALES == "channel":
         v_scales = v_descale + (b * heads_k + hk) * stride_v_descale + tl.arange(0, BLOCK_DV)
         acc = acc * tl.load(v_scales)[None, :]
-    _store(O, acc, b, h, lse_first, m, in_rows, stride_ob, stride_om, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    store(O, acc, b, first_h, lse_first, m, in_rows, group, stride_ob, stride_om, stride_oh,
+          HEAD_DIM_V, BLOCK_M, BLOCK_DV, PACK_GQA)  # fmt: skip

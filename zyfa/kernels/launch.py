@@ -10,10 +10,12 @@ from ..archs import ARCHS, Arch, plain_config
 from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
+from .merge import merge_splits
 from .operands import Operands, Quantiser, Shape, as_descriptors, plain, shape_of, strides_of
 from .replay import Compiler, Plan, Recorder, distinct
 
 LOG2E = 1.4426950408889634
+MERGED_VALUES = 2048  # of each part that a program of merge_splits holds: 16 rows of 128
 MAX_PLANS = 4096  # recorded call signatures; beyond, as with ever new lengths, all are forgotten
 _plans: dict[tuple, Plan] = {}
 
@@ -56,7 +58,8 @@ def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch,
         "HEAD_DIM": shape.block_d if ops.qk_quantised else shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
         "BLOCK_D": shape.block_d, "BLOCK_DV": shape.block_dv, "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N,
         "LONGEST_FIRST": config.longest_first and right >= 0, "HEAD_GROUP": config.head_group,
-        "ASYNC_COPY": config.async_copy,
+        "ASYNC_COPY": config.async_copy, "SPLITS": config.splits, "PACK_GQA": _packs(config, shape),
+        "XCDS": config.xcds,
     }  # fmt: skip
 
 
@@ -175,17 +178,48 @@ def _start(
         from .hopper import start
 
         return start(launcher, ops, shape, config, out, lse, scale, window)
-    num_m_blocks = -(-shape.seqlen_q // config.BLOCK_M)
-    batch_heads = shape.batch * shape.nheads
+    heads, rows = shape.nheads, shape.seqlen_q
+    if _packs(config, shape):
+        heads, rows = shape.nheads_k, rows * (shape.nheads // shape.nheads_k)
+    num_m_blocks, batch_heads = -(-rows // config.BLOCK_M), shape.batch * heads
+    to, to_lse, strides = _parts(shape, config.splits, out) if config.splits > 1 else (out, lse, strides_of(out))
     args = (
-        ops.q, ops.k, ops.v, out, lse, *ops.descales, ops.row_shift, ops.col_bias, sink, cu_seqlens_q, cu_seqlens_k,
-        scale, softcap * LOG2E, *ops.strides_q, *ops.strides_k, *ops.strides_v, *strides_of(out), *ops.descale_strides,
+        ops.q, ops.k, ops.v, to, to_lse, *ops.descales, ops.row_shift, ops.col_bias, sink, cu_seqlens_q, cu_seqlens_k,
+        scale, softcap * LOG2E, *ops.strides_q, *ops.strides_k, *ops.strides_v, *strides, *ops.descale_strides,
         shape.rows8_q, shape.rows8_k, shape.total_q, batch_heads, shape.nheads, shape.nheads // shape.nheads_k,
         shape.seqlen_q, shape.seqlen_k, num_m_blocks, *window,
     )  # fmt: skip
-    constants = _constants(ops, shape, config, facts, window, softcap, sink, lse) | _options(config, facts)
+    constants = _constants(ops, shape, config, facts, window, softcap, sink, to_lse) | _options(config, facts)
     with _async_copy(config):
-        return launcher.start(attn_fwd, (num_m_blocks * batch_heads,), args, constants)
+        started = launcher.start(attn_fwd, (num_m_blocks * batch_heads * config.splits,), args, constants)
+    if config.splits > 1:
+        _merge(launcher, shape, config.splits, to, to_lse, out, lse, cu_seqlens_q)
+    return started
+
+
+def _packs(config: AttentionConfig, shape: Shape) -> bool:
+    return config.pack_gqa and shape.nheads > shape.nheads_k
+
+
+def _parts(shape: Shape, splits: int, out: torch.Tensor):
+    """Room for what each split finds, fp32 (splits, heads, rows, head_dim_v), their sums, and strides of the former."""
+    heads = shape.nheads if shape.varlen else shape.batch * shape.nheads
+    rows, width = shape.total_q, shape.head_dim_v
+    parts = torch.empty((splits, heads, rows, width), dtype=torch.float32, device=out.device)
+    sums = torch.empty((splits, heads, rows), dtype=torch.float32, device=out.device)
+    return parts, sums, (0 if shape.varlen else shape.nheads * rows * width, width, rows * width)
+
+
+def _merge(launcher: Compiler | Recorder, shape: Shape, splits: int, parts, sums, out, lse, cu_seqlens_q) -> None:
+    """Start what makes the output of the parts."""
+    rows = MERGED_VALUES // shape.block_dv
+    programs_of_head = -(-shape.total_q // rows)
+    args = (parts, sums, out, lse, cu_seqlens_q, *strides_of(out), programs_of_head, shape.nheads, shape.batch)
+    constants = {
+        "SPLITS": splits, "VARLEN": shape.varlen, "HAS_LSE": lse is not None,
+        "HEAD_DIM_V": shape.head_dim_v, "BLOCK_DV": shape.block_dv, "ROWS": rows, "num_warps": 4,
+    }  # fmt: skip
+    launcher.start(merge_splits, (programs_of_head * parts.shape[1],), (*args, shape.total_q), constants)
 
 
 def _outputs(q, v, out, return_lse: bool, cu_seqlens_q):
