@@ -180,8 +180,8 @@ BALANCED = PRESETS["balanced"]
     [
         ("bf16", (128, 128), "", GLUON_TILE), ("fp16", (40, 64), "", GLUON_TILE), ("bf16", (256, 256), "", HALF_TILE),
         ("bf16", (192, 128), "", HALF_TILE), ("bf16", (32, 32), "", AttentionConfig(64, 64, 4, 2)),
-        ("fp8", (128, 128), "", dataclasses.replace(GLUON_TILE, recipe=BALANCED)),
-        ("fp8", (64, 64), "tensor", dataclasses.replace(GLUON_TILE, recipe="tensor")),
+        ("fp8", (128, 128), "", dataclasses.replace(GLUON_TILE, ping_pong=False, recipe=BALANCED)),
+        ("fp8", (64, 64), "tensor", dataclasses.replace(GLUON_TILE, ping_pong=False, recipe="tensor")),
         ("fp8", (128, 128), "row", AttentionConfig(64, 128, 4, 2, recipe="row")),
         ("fp8", (192, 128), "", AttentionConfig(64, 64, 8, 2, recipe=BALANCED)),
     ],

@@ -56,9 +56,10 @@ def plain_config(arch: str, key: AttentionKey, recipe: str = "") -> AttentionCon
 def default_config(arch: str, key: AttentionKey, recipe: str = "") -> AttentionConfig:
     """The config for a key when no database knows better; recipe: of FP8, "" is that of "balanced".
 
-    On Hopper the Gluon kernel where it takes the key and the recipe, with two consumers, in 16 bits in turns: in a tuning
-    run on an H200 it won all 28 cells of the default grid, 26 of them with this tile. Else, and where the installed Triton has no
-    Gluon, plain_config(). What it lacks beyond the key (softcap, sinks, packed sequences) runs the plain tile, too.
+    On Hopper the Gluon kernel where it takes the key and the recipe, with two consumers, in turns with 16 bits: in a
+    tuning run on an H200 it won all 28 cells of the default grid, 26 of them with this tile. Else, and where the
+    installed Triton has no Gluon, plain_config(). What it lacks beyond the key (softcap, sinks, packed sequences) runs
+    the plain tile, too.
     """
     plain = plain_config(arch, key, recipe)
     if arch != "sm90":
