@@ -76,27 +76,34 @@ def prepare_operands(
             shape = shape._replace(min_block_d=64)  # the scaled matrix instructions sum 64 products at least
         elif recipe.qk != "bf16" and arch.vendor == "nvidia":
             shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
-        gluon = config.variant == "gluon"
+        gluon = config.variant == "gluon" and arch.v_k_major
         run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon)
         ops = run.run(q, k, v, descales)
     return (as_descriptors(ops, config, shape) if config.tensor_descriptors else ops), shape
+
+
+def _gluon_host(arch: str):
+    """The host side of an architecture's Gluon kernel; imported late, as the plain kernel needs no Gluon."""
+    if arch == "gfx950":
+        from . import cdna4 as host
+    else:
+        from . import hopper as host  # type: ignore[no-redef]
+    return host
 
 
 def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: float) -> AttentionConfig:
     """The config, or the plain kernel's default where the Gluon kernel lacks what this call asks for.
 
     What is no part of a key decides here: softcap, sink, packed sequences (TMA cannot zero the end of each), layouts
-    that TMA does not reach. inputs as in _start.
+    that its copies do not reach. inputs as in _start.
     """
     if config.variant != "gluon":
         return config
     q, k, v, _, _, sink, cu_seqlens_q, *_ = inputs
     if softcap == 0.0 and sink is None and cu_seqlens_q is None:
-        from .hopper import reaches  # late: only Hopper needs Gluon
-
         # quantised tensors are read from buffers of ours
         read = (q, k, v) if config.recipe == "none" else (q, k) if RECIPES[config.recipe].qk == "bf16" else ()
-        if all(reaches(x) for x in read):
+        if all(_gluon_host(arch).reaches(x) for x in read):
             return config
     dtype = "bf16" if config.recipe == "none" else "fp8"
     key = AttentionKey(dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], 1, q.shape[-3], k.shape[-3], False)
@@ -165,9 +172,7 @@ def _start(
         row_shift=lse is not None or softcap > 0.0 or sink is not None, launcher=launcher,
     )  # fmt: skip
     if config.variant == "gluon":
-        from .hopper import start
-
-        return start(launcher, ops, shape, config, out, lse, scale, window)
+        return _gluon_host(arch).start(launcher, ops, shape, config, out, lse, scale, window)
     num_m_blocks = -(-shape.seqlen_q // config.BLOCK_M)
     batch_heads = shape.batch * shape.nheads
     args = (
