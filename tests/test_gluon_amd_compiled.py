@@ -19,8 +19,8 @@ from zyfa.tuner.gate import gate, is_matrix
 pytestmark = pytest.mark.skipif(not knows_gluon("gfx950"), reason="this Triton has no Gluon for gfx950")
 
 BF16, FP8, INT8 = "v_mfma_f32_32x32x16_bf16", "v_mfma_scale_f32_32x32x64_f8f6f4", "v_mfma_i32_32x32x32_i8"
-# From Triton 3.8 on two waves a SIMD get 128 registers of each kind, which the widest FP8 tile spills.
-WIDE = pytest.mark.skipif(triton.__version__ >= "3.8", reason="spills with this compiler; the gate discards it")
+# Triton 3.6 spills 6 to 10 registers of the widest FP8 tile, 3.8 and later, which split 256 in halves of a kind, more.
+WIDE = pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="spills here, and the gate discards it")
 # recipe, head_dim, causal, (waves, keys, stages), matrix instructions
 BUILDS = [
     ("none", 128, True, (8, 64, 2), {BF16}),
@@ -68,8 +68,8 @@ def test_full_rate_products_p_in_registers_nothing_spilled(recipe, head_dim, cau
     for loop in facts.loops:
         mix = collections.Counter(loop.mix)
         assert {op for op in mix if is_matrix(op)} == matrix
-        # Only row maxima cross lanes, only the copies write LDS; a barrier for K's tile and one for V's.
-        assert (mix["xlane"], mix["ds_write"], mix["barrier"]) == (1, 0, 2)
+        # Only row maxima cross lanes, only the copies write LDS; one barrier, for the tiles of K and V.
+        assert (mix["xlane"], mix["ds_write"], mix["barrier"]) == (1, 0, 1)
         assert mix["ds_tr"] and mix["vmem_lds"] and mix["vmem"] <= 2  # scales of blocks
 
 

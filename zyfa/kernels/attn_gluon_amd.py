@@ -106,15 +106,6 @@ def _packed_exponents(s, scale, shift, c: gl.constexpr):
 
 
 @gluon.jit
-def _fence(x):
-    """x, and no memory instruction moves across the point where it is known.
-
-    Without it the scheduler reads V's tile at once with K's, which takes registers that are not there.
-    """
-    return gl.inline_asm_elementwise("", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _softmax(s, m, scale, c: gl.constexpr):
     """(exponentials, new row maxima) of a tile's scores."""
     top = gl.reduce(s, 1, _larger)
@@ -214,6 +205,7 @@ def _attend(
     there = seqlen_k - last * BLOCK_N
     _copy(k_smem, 0, K, stride_kn, _offsets(stride_kn, there, k_tile), last, k_tile)
     _copy(v_smem, 0, V, stride_vn, _offsets(stride_vn, there, v_tile), last, v_tile)
+    cdna4.async_copy.commit_group()
     # The others are complete. Copies for which no tile is left bring the first one again, which nobody reads.
     there = gl.where(first < last, BLOCK_N, there)
     k_offsets = _offsets(stride_kn, there, k_tile)
@@ -222,6 +214,7 @@ def _attend(
         n = gl.maximum(last - i, first)
         _copy(k_smem, i, K, stride_kn, k_offsets, n, k_tile)
         _copy(v_smem, i, V, stride_vn, v_offsets, n, v_tile)
+        cdna4.async_copy.commit_group()
     s_layout: gl.constexpr = _s_layout(c)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     m = gl.full([BLOCK_M], NO_KEY, gl.float32, of_rows)
@@ -242,10 +235,12 @@ def _attend(
         if part != 2 or c.HAS_LEFT:
             for j in range(count):
                 n = top - j
-                cdna4.async_copy.wait_group(2 * STAGES - 3)
+                cdna4.async_copy.wait_group(STAGES - 2)
                 next_k, next_v = _scales(gl.maximum(n - 1, first), scales, c)
-                coming = gl.maximum(n - (STAGES - 1), first)
+                coming = gl.maximum(n - (STAGES - 1), first)  # to the slots that all waves had read before the wait
                 _copy(k_smem, ahead, K, stride_kn, k_offsets, coming, k_tile)
+                _copy(v_smem, ahead, V, stride_vn, v_offsets, coming, v_tile)
+                cdna4.async_copy.commit_group()
                 s = _scores(q, k_smem, stage, k_tile, c)
                 if part != 1:
                     s = _masked(s, n, limits, c)
@@ -254,14 +249,11 @@ def _attend(
                 alpha = gl.exp2(m - m_new)
                 m = m_new
                 l = l * gl.convert_layout(alpha, of_sums)[:, None][:, :, None] + _row_sums(p, c)
-                l = _fence(l)
                 p = p.to(V.dtype.element_ty)
                 if c.V_BLOCKS:  # acc is kept in units of this tile's V scale; powers of two: exact
                     alpha = alpha * _ratio(unit, v_scale)
                     unit = v_scale
                 acc = _rescaled(acc, alpha)
-                cdna4.async_copy.wait_group(2 * STAGES - 3)
-                _copy(v_smem, ahead, V, stride_vn, v_offsets, coming, v_tile)
                 acc = _weighted(p, v_smem, stage, acc, v_tile, c)
                 k_scale, v_scale = next_k, next_v
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)

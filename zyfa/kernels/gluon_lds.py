@@ -131,7 +131,6 @@ def _copy(smem, stage, X, stride, offsets, n, t: gl.constexpr):
     """Start the copy of tile n."""
     base = X + gl.cast(n * t.ROWS, gl.int64) * stride
     cdna4.async_copy.buffer_load_to_shared(smem.index(stage), base, offsets)
-    cdna4.async_copy.commit_group()
 
 
 @gluon.jit
