@@ -13,7 +13,7 @@ from zyfa.limits import knows_gluon, lds_bytes
 from zyfa.recipes import PRESETS
 from zyfa.tuner.compile import _captured_stderr, _target
 
-pytestmark = pytest.mark.skipif(not knows_gluon(), reason="this Triton has no Gluon")
+pytestmark = pytest.mark.skipif(not knows_gluon("sm90"), reason="this Triton has no Gluon")
 
 # dtype of the key, recipe, head_dim, causal, tile, and the matrix units at work.
 BUILDS = [

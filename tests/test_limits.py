@@ -132,7 +132,7 @@ def test_what_the_gluon_variant_runs(dtype, head_dim, change, reason):
 
 
 def test_the_gluon_variant_needs_a_triton_that_has_it(monkeypatch):
-    monkeypatch.setattr("zyfa.limits.knows_gluon", lambda: False)
+    monkeypatch.setattr("zyfa.limits.knows_gluon", lambda arch: False)
     config = AttentionConfig(128, 128, 8, 2, variant="gluon")
     assert broken_limit(config, key(), "sm90") == "this Triton has Gluon"
     assert broken_limit(AttentionConfig(128, 64, 4, 2), key(), "sm90") is None

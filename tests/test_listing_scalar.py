@@ -22,7 +22,8 @@ F, T = 0, 1
         ("s_sub_u32 s0, s1, s2", 1, 2, -1, T),
         ("s_mul_i32 s0, s1, s2", 0x10001, 0x10003, 0x40003, None),
         ("s_mul_hi_u32 s0, s1, s2", ONES, ONES, ONES - 1, None),
-        ("s_mul_hi_i32 s0, s1, s2", -3, 0x55555556, -2, None),
+        ("s_mul_hi_i32 s0, s1, s2", -3, 1 << 30, -1, None),  # -3 * 2**30 is -1 * 2**32 + 2**30
+        ("s_mul_hi_i32 s0, s1, s2", MIN, MIN, 1 << 30, None),
         ("s_max_i32 s0, s1, s2", -1, 5, 5, F),
         ("s_min_i32 s0, s1, s2", -1, 5, -1, T),
         ("s_lshl_b32 s0, s1, s2", 3, 33, 6, T),  # five bits of the shift count
@@ -73,6 +74,12 @@ def test_exec_is_saved_and_narrowed():
     w = execute("s_and_saveexec_b64 s[4:5], vcc", s={106: 0b1010, 107: 1}, exec_bits=0b1100)
     assert (w.s[4], w.s[126], w.scc) == (0b1100, 0b1000, 1)
     assert w.mask.tolist() == [n == 3 for n in range(64)]
+
+
+def test_exec_is_saved_and_widened():
+    w = execute("s_or_saveexec_b64 s[4:5], vcc", s={106: 0b1010, 107: 1}, exec_bits=0b1100)
+    assert (w.s[4], w.s[126], w.s[127], w.scc) == (0b1100, 0b1110, 1, 1)
+    assert w.mask.tolist() == [n in (1, 2, 3, 32) for n in range(64)]
 
 
 @pytest.mark.parametrize(

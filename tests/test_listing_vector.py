@@ -176,6 +176,9 @@ def test_packed_moves_take_one_half_of_each_source():
         ("v_lshrrev_b32_e32 v9, 4, v0", (-1,), 0x0FFFFFFF),
         ("v_ashrrev_i32_e32 v9, 4, v0", (-256,), -16),
         ("v_max_i32_e32 v9, v0, v1", (-1, 3), 3),
+        ("v_max3_i32 v9, v0, v1, 2", (-1, 3), 3),
+        ("v_min3_i32 v9, v0, v1, 2", (-1, 3), 2**32 - 1),
+        ("v_med3_i32 v9, v0, 7, v1", (-9, -4), 2**32 - 4),
         ("v_cvt_u32_f32_e32 v9, v0", (3.99,), 3),
         ("v_cvt_u32_f32_e32 v9, v0", (-1.0,), 0),
         ("v_lshrrev_b32_sdwa v9, v0, v1 dst_sel:BYTE_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD",
@@ -235,7 +238,7 @@ def test_mad_u64():
         ("v_lshrrev_b64 v[8:9], 36, v[0:1]", 0x123456789ABCDEF0 >> 36),
         ("v_lshl_add_u64 v[8:9], v[0:1], 2, s[2:3]", (0x123456789ABCDEF0 * 4 + 0x700000005) % 2**64),
         ("v_mov_b64_e32 v[8:9], v[0:1]", 0x123456789ABCDEF0),
-        ("v_mov_b64_e32 v[8:9], s[2:3]", 0x700000005),
+        ("v_mov_b64_e32 v[8:9], s[2:3]", 0x700000005),  # the same in all lanes
     ],
 )
 def test_64_bits(text, want):

@@ -236,7 +236,7 @@ def domains(key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES
         space["sched_strategy"] = newer
     if arch == "gfx950":
         space["async_copy"] = (-1, 0) if knows_sched_strategy() else (-1, 1)
-    if "variant" in space and not knows_gluon():
+    if "variant" in space and not knows_gluon(arch):
         del space["variant"], space["ping_pong"]
     if not key.causal:
         del space["longest_first"]

@@ -100,8 +100,8 @@ class AttentionConfig:
     # NVIDIA
     maxnreg: int = 0  # register cap per thread; 0 = none
     tensor_descriptors: bool = False  # K and V tiles through the TMA unit instead of pointers
-    variant: str = "triton"  # the kernel: attn_fwd ("triton") or attn_gluon ("gluon", Hopper)
-    ping_pong: bool = False  # gluon: the two consumers take turns at the tensor cores
+    variant: str = "triton"  # the kernel: attn_fwd ("triton"), or "gluon": attn_gluon (Hopper), attn_gluon_amd (gfx950)
+    ping_pong: bool = False  # attn_gluon: the two consumers take turns at the tensor cores
 
     def to_dict(self) -> dict:
         """The fields that differ from their defaults, and always the four that have none."""

@@ -14,11 +14,12 @@ from .recipes import QUANT_ROWS, RECIPES, Recipe
 
 SCHED_STRATEGIES = ("", "max-ilp", "max-memory-clause", "iterative-ilp", "iterative-minreg", "iterative-maxocc")
 AMD_DEFAULTS = {"waves_per_eu": 0, "matrix_instr_nonkdim": 0, "async_copy": -1, "sched_strategy": "", "xcds": 0}
-NVIDIA_DEFAULTS = {
-    "maxnreg": 0, "tensor_descriptors": False, "variant": "triton", "ping_pong": False,
-}  # fmt: skip
+NVIDIA_DEFAULTS = {"maxnreg": 0, "tensor_descriptors": False}
 VARIANTS = ("triton", "gluon")
 MAX_SPLITS = 16  # merge_splits is unrolled over them
+# Bytes behind each KiB of a tile of attn_gluon_amd in LDS: of K what a lane reads of one key, of V (by the bytes of an
+# element) what a transposed read takes of one key. So neighbouring keys begin in other banks.
+LDS_PAD_K, LDS_PAD_V = 16, {1: 32, 2: 64}
 
 
 def lds_bytes(config: AttentionConfig, key: AttentionKey, arch: str) -> int:
@@ -27,6 +28,8 @@ def lds_bytes(config: AttentionConfig, key: AttentionKey, arch: str) -> int:
     k_tile = config.BLOCK_N * max(16, octave(key.head_dim)) * qk_size
     v_tile = config.BLOCK_N * max(16, octave(key.head_dim_v)) * v_size
     q_tile = config.BLOCK_M * max(16, octave(key.head_dim)) * qk_size
+    if config.variant == "gluon" and ARCHS[arch].vendor == "amd":
+        return _cdna4_bytes(config, k_tile, v_tile, v_size)
     if config.variant == "gluon":
         return _gluon_bytes(config, key, k_tile, v_tile, q_tile)
     if ARCHS[arch].vendor == "nvidia":
@@ -59,6 +62,12 @@ def _gluon_bytes(config: AttentionConfig, key: AttentionKey, k_tile: int, v_tile
     sums = config.BLOCK_M * width * 4 if config.recipe != "none" else 0
     output = config.BLOCK_M * width * 2 if stages_output(config.num_warps, width) else 0
     return q_tile + config.num_stages * (k_tile + v_tile) + sums + output
+
+
+def _cdna4_bytes(config: AttentionConfig, k_tile: int, v_tile: int, v_size: int) -> int:
+    """Rings of K and V, each KiB of them padded but the last."""
+    rings = ((k_tile, LDS_PAD_K), (v_tile, LDS_PAD_V[v_size]))
+    return sum(config.num_stages * (tile + tile // 1024 * pad) - pad for tile, pad in rings)
 
 
 def _hopper_bytes(config: AttentionConfig, k_tile: int, v_tile: int, q_tile: int) -> int:
@@ -124,10 +133,13 @@ def knows_sched_strategy() -> bool:
 
 
 @functools.cache
-def knows_gluon() -> bool:
-    """Whether the installed Triton has what attn_gluon is written in."""
+def knows_gluon(arch: str) -> bool:
+    """Whether the installed Triton has what the Gluon kernel for arch is written in."""
     try:
-        from .kernels import attn_gluon  # noqa: F401 - the import is the question
+        if arch == "gfx950":
+            from .kernels import attn_gluon_amd  # noqa: F401 - the import is the question
+        else:
+            from .kernels import attn_gluon  # noqa: F401
     except (ImportError, AttributeError):
         return False
     return True
@@ -139,24 +151,50 @@ def _gluon_scales(recipe: Recipe) -> bool:
 
 
 def _gluon_runs(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
-    """What attn_gluon is written for: one or two consumers of 64 rows; scores and output must fit their registers.
+    """What the Gluon kernel of arch is written for."""
+    if config.variant == "triton":
+        return not config.ping_pong
+    if config.recipe != "none" and not _gluon_scales(RECIPES[config.recipe]):
+        return False
+    runs = {"sm90": _hopper_runs, "gfx950": _cdna4_runs}.get(arch.name)
+    return runs is not None and runs(config, key)
+
+
+def _hopper_runs(config: AttentionConfig, key: AttentionKey) -> bool:
+    """attn_gluon: one or two consumers of 64 rows; scores and output must fit their registers.
 
     FP8 takes heads up to 128 wide, whose sums leave room in shared memory.
     """
-    if config.variant == "triton":
-        return not config.ping_pong
     widths = octave(key.head_dim), octave(key.head_dim_v)
     fp8 = config.recipe != "none"
     return (
-        arch.name == "sm90"
-        and config.num_warps in (4, 8)
+        config.num_warps in (4, 8)
         and config.num_warps * 16 == config.BLOCK_M
         and not (config.ping_pong and config.num_warps == 4)
         and config.maxnreg == 0
         and not config.tensor_descriptors
-        and (not fp8 or _gluon_scales(RECIPES[config.recipe]))
         and all(64 <= width <= (128 if fp8 else 256) for width in widths)
         and config.BLOCK_N in ((64,) if widths[1] > 128 else (64, 128))
+    )
+
+
+def _cdna4_runs(config: AttentionConfig, key: AttentionKey) -> bool:
+    """attn_gluon_amd: waves of 32 rows, K and V in at least two buffers, 16 bytes a copy.
+
+    With eight waves, which share 512 registers in twos, 128 keys of 16 bits and more than 64 columns spill 50 to 91.
+    """
+    widths = octave(key.head_dim), octave(key.head_dim_v)
+    qk_size, v_size = operand_bytes(config)
+    own = AMD_DEFAULTS | {"waves_per_eu": config.waves_per_eu}
+    return (
+        config.num_warps in (2, 4, 8)
+        and config.num_warps * 32 == config.BLOCK_M
+        and config.num_stages > 1
+        and not config.ping_pong
+        and _has_defaults(config, own)
+        and all(64 <= width <= 128 for width in widths)
+        and all(size == 1 or dim % 8 == 0 for size, dim in ((qk_size, key.head_dim), (v_size, key.head_dim_v)))
+        and config.BLOCK_N in ((64, 128) if qk_size == 1 or max(widths) == 64 or config.num_warps < 8 else (64,))
     )
 
 
@@ -184,7 +222,7 @@ LIMITS = (
     Limit("sched_strategy needs Triton 3.8", lambda c, k, a: not c.sched_strategy or knows_sched_strategy()),
     Limit("variant is triton or gluon", lambda c, k, a: c.variant in VARIANTS),
     Limit("the gluon variant runs this tile, recipe and head dim, and its options are its own", _gluon_runs),
-    Limit("this Triton has Gluon", lambda c, k, a: c.variant != "gluon" or knows_gluon()),
+    Limit("this Triton has Gluon", lambda c, k, a: c.variant != "gluon" or knows_gluon(a.name)),
     Limit(
         "maxnreg is 0 or a multiple of 8 from 24 to 255",
         lambda c, k, a: c.maxnreg == 0 or (24 <= c.maxnreg <= 255 and c.maxnreg % 8 == 0),

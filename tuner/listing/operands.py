@@ -184,6 +184,7 @@ def target(ins: Instruction, text: str, kind: str) -> Callable[[Wave, np.ndarray
         if kind == "q":
             value = np.broadcast_to(value, 64)  # a scalar pair has one number for all lanes
             value = np.stack([value & np.uint64(0xFFFFFFFF), value >> np.uint64(32)]).astype(np.uint32)
+            value = value.reshape(2, -1)  # one column where all lanes get the same
         bank = w.f if kind in "fF" else w.i if kind == "i" else w.u
         if w.full:
             bank[rows] = value

@@ -3,6 +3,7 @@
 After the SOP1, SOP2, SOPC, SOPK, SOPP and SMEM chapters of AMD's "CDNA3 Instruction Set Architecture" (2024).
 """
 
+import operator
 import re
 from collections.abc import Callable
 
@@ -210,13 +211,14 @@ def _bitset(ins: Instruction, modifiers: dict, labels: dict) -> Step:
 
 
 def _saveexec(ins: Instruction, modifiers: dict, labels: dict) -> Step:
-    """s_and_saveexec_b64: the old EXEC to the destination, source and EXEC to EXEC."""
+    """s_and_saveexec_b64, s_or_saveexec_b64: the old EXEC to the destination, source and (or) EXEC to EXEC."""
+    combine = operator.and_ if "_and_" in ins.op else operator.or_
     target, read = scalar_target(ins, ins.operands[0], 2), scalar(ins, ins.operands[1], 2)
 
     def step(w: Wave) -> None:
         before, value = w.scalar64(EXEC), read(w)
         w.set_scalar64(target, before)
-        w.set_exec(value & before)
+        w.set_exec(combine(value, before))
         w.scc = int(w.scalar64(EXEC) != 0)
 
     return step
@@ -321,7 +323,7 @@ BUILDERS: dict[str, Callable] = (
     | {f"s_cmpk_{relation}_{t}": _compare_k for relation in _COMPARE for t in ("i32", "u32")}
     | dict.fromkeys(("s_bitcmp0_b32", "s_bitcmp1_b32"), _bitcmp)
     | dict.fromkeys(("s_bitset0_b32", "s_bitset1_b32"), _bitset)
-    | {"s_and_saveexec_b64": _saveexec}
+    | dict.fromkeys(("s_and_saveexec_b64", "s_or_saveexec_b64"), _saveexec)
     | dict.fromkeys(_CONDITIONS, _branch)
     | dict.fromkeys(("s_nop", "s_setprio"), _nothing)
     | {"s_setreg_imm32_b32": _setreg, "s_waitcnt": _waitcnt}

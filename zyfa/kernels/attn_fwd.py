@@ -8,7 +8,7 @@ never visited.
 import triton
 import triton.language as tl
 
-from .rows import poison, row_ptrs, row_scales, rows_of, share, store, tile_on_die
+from .rows import key_scales, poison, row_ptrs, row_scales, rows_of, share, store, tile_on_die
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -311,11 +311,12 @@ def attn_fwd(
     kv_head = hk if VARLEN else b * (nheads // group) + hk
     heads_k = nheads // group
     v_scale = 1.0
-    row_scale, k_descale, q_mx = row_scales(
-        q_descale, k_descale, qk_scale, bh if QK_SCALES == "head" else head, kv_head, b, heads_k, hk,
-        q_first, k_first, offs_m, in_rows,
+    row_scale, q_mx = row_scales(
+        q_descale, k_descale, qk_scale, bh if QK_SCALES == "head" else head, b * heads_k + hk, q_first, offs_m, in_rows,
         stride_q_descale, stride_k_descale, QK_SCALES, QUANT_ROWS, PACK_GQA, BLOCK_M, BLOCK_D,
     )  # fmt: skip
+    if QK_SCALES != "none" and QK_SCALES != "head":
+        k_descale = key_scales(k_descale, kv_head, k_first, stride_k_descale, QK_SCALES, QUANT_ROWS, BLOCK_D)
     if V_SCALES == "block":
         v_descale += tl.cast(kv_head, tl.int64) * stride_v_descale + v_first // QUANT_ROWS
     elif V_SCALES == "head":

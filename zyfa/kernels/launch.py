@@ -78,7 +78,7 @@ def prepare_operands(
             shape = shape._replace(min_block_d=64)  # the scaled matrix instructions sum 64 products at least
         elif recipe.qk != "bf16" and arch.vendor == "nvidia":
             shape = shape._replace(min_block_d=32)  # an 8-bit dot sums 32 products there
-        gluon = config.variant == "gluon"
+        gluon = config.variant == "gluon" and arch.v_k_major
         in_place = bool(descales) and gluon and _in_place(shape, q, k)
         run = Quantiser(shape, recipe, arch, launcher, cu_seqlens_q, cu_seqlens_k, qk_scale, row_shift, gluon, in_place)
         ops = run.run(q, k, v, descales)
@@ -92,21 +92,28 @@ def _in_place(shape: Shape, *x: torch.Tensor) -> bool:
     return shape.head_dim == shape.block_d and all(map(reaches, x))
 
 
+def _gluon_host(arch: str):
+    """The host side of an architecture's Gluon kernel; imported late, as the plain kernel needs no Gluon."""
+    if arch == "gfx950":
+        from . import cdna4 as host
+    else:
+        from . import hopper as host  # type: ignore[no-redef]
+    return host
+
+
 def runnable(config: AttentionConfig, arch: str, inputs: Sequence, softcap: float) -> AttentionConfig:
     """The config, or the plain kernel's tile where the Gluon kernel lacks what this call asks for.
 
     What is no part of a key decides here: softcap, sink, packed sequences (TMA cannot zero the end of each), layouts
-    that TMA does not reach. inputs as in _start.
+    that its copies do not reach. inputs as in _start.
     """
     if config.variant != "gluon":
         return config
     q, k, v, _, _, sink, cu_seqlens_q, *_ = inputs
     if softcap == 0.0 and sink is None and cu_seqlens_q is None:
-        from .hopper import reaches  # late: only Hopper needs Gluon
-
         # quantised tensors are read from buffers of ours
         read = (q, k, v) if config.recipe == "none" else (q, k) if RECIPES[config.recipe].qk == "bf16" else ()
-        if all(reaches(x) for x in read):
+        if all(_gluon_host(arch).reaches(x) for x in read):
             return config
     dtype = "bf16" if config.recipe == "none" else "fp8"
     key = AttentionKey(dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], 1, q.shape[-3], k.shape[-3], False)
@@ -175,9 +182,7 @@ def _start(
         row_shift=lse is not None or softcap > 0.0 or sink is not None, launcher=launcher,
     )  # fmt: skip
     if config.variant == "gluon":
-        from .hopper import start
-
-        return start(launcher, ops, shape, config, out, lse, scale, window)
+        return _gluon_host(arch).start(launcher, ops, shape, config, out, lse, scale, window)
     heads, rows = shape.nheads, shape.seqlen_q
     if _packs(config, shape):
         heads, rows = shape.nheads_k, rows * (shape.nheads // shape.nheads_k)

@@ -85,31 +85,43 @@ def poison(
 
 
 @triton.jit
-def row_scales(
-    q_descale, k_descale, qk_scale, head, kv_head, b, heads_k, hk, q_first, k_first, offs_m, in_rows,
-    stride_q_descale, stride_k_descale, QK_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr, PACK_GQA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+def key_scales(
+    k_descale, kv_head, k_first, stride_k_descale, QK_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """(scale of each row's logits, scales of the sequence's keys, MX scales of Q; read with "mx" only)."""
+    """Where the scales of a sequence's keys begin: of blocks, rows or MX groups."""
+    k_descale += tl.cast(kv_head, tl.int64) * stride_k_descale
+    if QK_SCALES == "block":
+        k_descale += k_first // QUANT_ROWS
+    elif QK_SCALES == "row":
+        k_descale += k_first
+    else:
+        k_descale += tl.cast(k_first, tl.int64) * (BLOCK_D // 32)
+    return k_descale
+
+
+@triton.jit
+def row_scales(
+    q_descale, k_descale, qk_scale, head, kv_head_scale, q_first, offs_m, in_rows, stride_q_descale, stride_k_descale,
+    QK_SCALES: tl.constexpr, QUANT_ROWS: tl.constexpr, PACK_GQA: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(scale of each row's logits, MX scales of Q; read with "mx" only)."""
     scale = tl.zeros([BLOCK_M], tl.float32) + qk_scale
     q_mx = 0
     if QK_SCALES == "head":
         scale *= tl.load(q_descale + head * stride_q_descale)
-        scale *= tl.load(k_descale + (b * heads_k + hk) * stride_k_descale)
+        scale *= tl.load(k_descale + kv_head_scale * stride_k_descale)
         scale = tl.maximum(scale, MIN_LOGIT_SCALE)
     elif QK_SCALES != "none":
         q_descale += tl.cast(head, tl.int64) * stride_q_descale
-        k_descale += tl.cast(kv_head, tl.int64) * stride_k_descale
         if QK_SCALES == "block":
             scale *= tl.load(q_descale + (q_first + offs_m) // QUANT_ROWS, in_rows, other=1.0)
-            k_descale += k_first // QUANT_ROWS
         elif QK_SCALES == "row":
             scale *= tl.load(q_descale + q_first + offs_m, in_rows, other=1.0)
-            k_descale += k_first
         else:
             q_descale += tl.cast(q_first, tl.int64) * (BLOCK_D // 32)
             groups = offs_m[:, None] * (BLOCK_D // 32) + tl.arange(0, BLOCK_D // 32)[None, :]
             q_scales = q_descale[:, None] if PACK_GQA else q_descale
             q_mx = tl.load(q_scales + groups, in_rows[:, None], other=127)  # 2^0
-            k_descale += tl.cast(k_first, tl.int64) * (BLOCK_D // 32)
-    return scale, k_descale, q_mx
+    return scale, q_mx
