@@ -174,7 +174,7 @@ HALF_TILE = dataclasses.replace(GLUON_TILE, BLOCK_N=64)
 BALANCED = PRESETS["balanced"]
 
 
-@pytest.mark.skipif(not knows_gluon(), reason="this Triton has no Gluon")
+@pytest.mark.skipif(not knows_gluon("sm90"), reason="this Triton has no Gluon")
 @pytest.mark.parametrize(
     "dtype, dims, recipe, want",
     [
@@ -189,7 +189,7 @@ BALANCED = PRESETS["balanced"]
 def test_hoppers_default_is_the_gluon_tile_where_that_kernel_takes_the_call(dtype, dims, recipe, want, monkeypatch):
     at = AttentionKey(dtype, *dims, 8, 2, 1, 2048, 2048, True)
     assert default_config("sm90", at, recipe) == want
-    monkeypatch.setattr("zyfa.limits.knows_gluon", lambda: False)
+    monkeypatch.setattr("zyfa.limits.knows_gluon", lambda arch: False)
     plain = default_config("sm90", at, recipe)
     assert plain == plain_config("sm90", at, recipe) and (plain.variant, plain.recipe) == ("triton", want.recipe)
 

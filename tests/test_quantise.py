@@ -116,3 +116,30 @@ def test_transposed_v_has_every_row_where_the_matrix_unit_wants_it(interpret, in
         place = place // 16 * 16 + 8 * i + 2 * t + j
     want = torch.nn.functional.pad(v.float(), (0, 0, 0, 0, 0, 56)).permute(0, 2, 3, 1)[..., place]
     assert torch.equal(got, want)
+
+
+def quantised_in_runs(q, k, v, recipe, run):
+    """All that is quantised, by programs of `run` row blocks."""
+    Quantiser._blocks_of_program = lambda self: run
+    quantiser = Quantiser(shape_of(q, k, v), RECIPES[recipe], ARCHS["sm90"], Recorder(), row_shift=True)
+    ops = quantiser.run(q, k, v)
+    return ops.q, ops.k, ops.v, *ops.descales, ops.row_shift
+
+
+@pytest.mark.parametrize("recipe", ["int8-kmean-equalise-hadamard", "block-kmean-qmean-equalise-hadamard"])
+def test_a_program_of_several_blocks_writes_what_programs_of_one_write(interpret, recipe):
+    """600 rows are five blocks of queries, two programs of four; 300 are three of keys."""
+    q, k, v = make_qkv(2, 600, 300, 4, 2, 16)
+    one, four = (interpret(quantised_in_runs, q, k, v, recipe, run) for run in (1, 4))
+    for a, b in zip(one, four, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_large_calls_take_programs_of_several_blocks():
+    def run(seqlen, arch="sm90", recipe=PRESETS["balanced"]):
+        x = torch.empty(1, seqlen, 32, 128, device="meta")
+        quantiser = Quantiser(shape_of(x, x, x), RECIPES[recipe], ARCHS[arch], Names())
+        return quantiser._blocks_of_program()
+
+    assert [run(n) for n in (512, 1024, 2048, 4096, 8192)] == [1, 1, 2, 4, 4]
+    assert run(8192, "gfx950") == run(8192, recipe="int8-kmean") == run(8192, recipe="bf16qk") == 1

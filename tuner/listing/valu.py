@@ -124,7 +124,6 @@ TABLE: dict[str, tuple[str, str, Callable]] = {
     "v_mul_u32_u24": ("u", "uu", lambda a, b: (a & U(0xFFFFFF)) * (b & U(0xFFFFFF))),
     "v_mul_i32_i24": ("i", "ii", lambda a, b: _signed24(a) * _signed24(b)),
     "v_mad_i32_i24": ("i", "iii", lambda a, b, c: _signed24(a) * _signed24(b) + c),
-    "v_min3_i32": ("i", "iii", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_add3_u32": ("u", "uuu", lambda a, b, c: a + b + c),
     "v_lshl_add_u32": ("u", "uuu", lambda a, b, c: (a << _shift(b)) + c),
     "v_add_lshl_u32": ("u", "uuu", lambda a, b, c: (a + b) << _shift(c)),

@@ -13,13 +13,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 from .attn_fwd import _tile_of
-from .attn_gluon import BIAS, BIAS_BITS, LN2, MIN_LOGIT_SCALE, NO_KEY, UNSPECIALISED, _rescaled
+from .attn_gluon import LN2, MIN_LOGIT_SCALE, UNSPECIALISED
 from .gluon_lds import _allocate, _by_key, _copy, _o_layout, _offsets, _s_layout
 from .gluon_ring import ROWS, _key_tiles
+from .gluon_softmax import BIAS, BIAS_BITS, NO_KEY
 
 ONE_BITS = gl.constexpr(0x3F800000)
 LEAST_RATIO = gl.constexpr(-126 << 23)  # of V scales, as the difference of their bits
 MOST_RATIO = gl.constexpr(90 << 23)  # attn_fwd.MAX_RATIO
+
+
+@gluon.jit
+def _rescaled(acc, alpha):
+    """The rows of an output, each times its alpha."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit

@@ -38,12 +38,12 @@ def _rows(
 
 
 @triton.jit
-def _place(pid, n_q, n_k, nheads, nheads_k, parts_q, parts_k):
+def _place(pid, n_q, n_k, nheads, nheads_k, parts_q, parts_k, parts_v):
     """Which tensor (0 Q, 1 K, 2 V), batch entry, head and part of it a program works on."""
     which = (pid >= n_q).to(tl.int32) + (pid >= n_q + n_k).to(tl.int32)
     i = pid - tl.where(which == 0, 0, n_q + (which - 1) * n_k)
     heads = tl.where(which == 0, nheads, nheads_k)
-    parts = tl.where(which == 0, parts_q, parts_k)
+    parts = tl.where(which == 0, parts_q, tl.where(which == 1, parts_k, parts_v))
     return which, i // (heads * parts), i // parts % heads, i % parts
 
 
@@ -86,7 +86,7 @@ def chunk_amax(
 ):  # fmt: skip
     """The largest magnitude of each chunk of a head, every CHUNKS-th block of rows; programs of Q, then K, then V."""
     pid = tl.program_id(0)
-    which, b, h, chunk = _place(pid, n_q, n_k, nheads, nheads_k, CHUNKS_Q, CHUNKS_K)
+    which, b, h, chunk = _place(pid, n_q, n_k, nheads, nheads_k, CHUNKS_Q, CHUNKS_K, CHUNKS_K)
     if which == 0:
         _amax_of(Q, q_amax, pid, b, h, chunk, blocks_q, stride_qb, stride_qm, stride_qh, cu_seqlens_q, seqlen_q,
                  CHUNKS_Q, VARLEN, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
@@ -266,7 +266,7 @@ def _smooth_k(
             rows = tl.cast(first_head + i, tl.int64) * rows8 + out_block * QUANT_ROWS + tl.arange(0, QUANT_ROWS)
             tl.store(col_bias + rows, tl.sum(x * q_mean[None, :], 1) * qk_scale)
     if EQUALISE:
-        x /= s[None, :]
+        x *= (1.0 / s)[None, :]
     return _rotate(x, rotation, BLOCK_D) if HADAMARD else x
 
 
@@ -282,26 +282,28 @@ def quantize(
     QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_GRANULARITY: tl.constexpr,
     V_TRANSPOSED: tl.constexpr, V_INTERLEAVED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr,
     EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr,
-    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, CHUNKS_V: tl.constexpr,
+    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, CHUNKS_V: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Q, K and V in eight bits: X8 (batch, heads, rows8, width), V8 with the last two swapped if V_TRANSPOSED.
 
-    Programs [0, n_q) write Q, the next n_k K, the rest V; without QK only V is there. X = X8 * descale.
+    Programs [0, n_q) write Q, the next n_k K, RUN blocks each, the rest V; without QK only V. X = X8 * descale.
     With VARLEN the batch axis is folded into the rows (see attn_fwd._sequence). GRANULARITY "given": the inputs are
     FP8 already and only move to the padded layout.
     """
-    which, b, h, block = _place(tl.program_id(0), n_q, n_k, nheads, nheads_k, blocks_q, blocks_k)
+    which, b, h, part = _place(tl.program_id(0), n_q, n_k, nheads, nheads_k, tl.cdiv(blocks_q, RUN),
+                               tl.cdiv(blocks_k, RUN), blocks_k)  # fmt: skip
     first_q, len_q = _bounds(b, cu_seqlens_q, seqlen_q, VARLEN)
     first_k, len_k = _bounds(b, cu_seqlens_k, seqlen_k, VARLEN)
-    start = block * QUANT_ROWS
     offs = tl.arange(0, QUANT_ROWS)
     group = nheads // nheads_k
-    out_q, out_k, folded = block, block, b
+    out_q, out_k, folded = 0, 0, b  # where the sequence begins, in blocks of the padded buffers
     if VARLEN:
         folded = 0
         out_q += (first_q + QUANT_ROWS - 1) // QUANT_ROWS + b
         out_k += (first_k + QUANT_ROWS - 1) // QUANT_ROWS + b
     if which == 2:
+        start = part * QUANT_ROWS
+        out_k += part
         if start < len_k:
             head = folded * nheads_k + h
             if V_TRANSPOSED:
@@ -322,31 +324,38 @@ def quantize(
                 write(x, V8, v_descale, v_amax, batch * nheads_k, b, h, nheads_k, head, out_k, rows8_k,
                       BLOCK_DV, QUANT_ROWS, V_TOP, V_GRANULARITY, True, CHUNKS_V)  # fmt: skip
     elif QK:
+        head = folded * nheads + h
         if which == 0:
-            if start < len_q:
-                head = folded * nheads + h
-                q_mean, k_mean, s = _corrections(
-                    q_sums, k_sums, b * nheads + h, b * nheads_k + h // group, group, len_q, len_k,
-                    Q_MEAN, ROW_SHIFT, EQUALISE, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D,
-                )  # fmt: skip
-                x = _rows(Q, b, h, first_q, len_q, start, offs, stride_qb, stride_qm, stride_qh, HEAD_DIM, BLOCK_D)
-                if Q_MEAN or EQUALISE or HADAMARD or ROW_SHIFT:
-                    x = _smooth_q(x.to(tl.float32), q_mean, k_mean, s, rotation, row_shift, qk_scale, head, out_q,
-                                  rows8_q, start + offs < len_q, Q_MEAN, EQUALISE, HADAMARD, ROW_SHIFT,
-                                  BLOCK_D, QUANT_ROWS)  # fmt: skip
-                write(x, Q8, q_descale, q_amax, batch * nheads, b, h, nheads, head, out_q, rows8_q,
-                      BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, CHUNKS_Q)  # fmt: skip
+            q_mean, k_mean, s = _corrections(
+                q_sums, k_sums, b * nheads + h, b * nheads_k + h // group, group, len_q, len_k,
+                Q_MEAN, ROW_SHIFT, EQUALISE, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D,
+            )  # fmt: skip
+            for r in tl.static_range(RUN):
+                block = part * RUN + r
+                start = block * QUANT_ROWS
+                if start < len_q:
+                    x = _rows(Q, b, h, first_q, len_q, start, offs, stride_qb, stride_qm, stride_qh, HEAD_DIM, BLOCK_D)
+                    if Q_MEAN or EQUALISE or HADAMARD or ROW_SHIFT:
+                        x = _smooth_q(x.to(tl.float32), q_mean, k_mean, s, rotation, row_shift, qk_scale, head,
+                                      out_q + block, rows8_q, start + offs < len_q, Q_MEAN, EQUALISE, HADAMARD,
+                                      ROW_SHIFT, BLOCK_D, QUANT_ROWS)  # fmt: skip
+                    write(x, Q8, q_descale, q_amax, batch * nheads, b, h, nheads, head, out_q + block, rows8_q,
+                          BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, CHUNKS_Q)  # fmt: skip
         else:
-            if start < len_k:
-                head = folded * nheads_k + h
-                q_mean, k_mean, s = _corrections(
-                    q_sums, k_sums, 0, b * nheads_k + h, group, len_q, len_k,
-                    False, K_MEAN, EQUALISE, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D,
-                )  # fmt: skip
-                x = _rows(K, b, h, first_k, len_k, start, offs, stride_kb, stride_kn, stride_kh, HEAD_DIM, BLOCK_D)
-                if K_MEAN or Q_MEAN or EQUALISE or HADAMARD:
-                    x = _smooth_k(x.to(tl.float32), q_sums, k_mean, s, rotation, col_bias, qk_scale, head * group,
-                                  group, (b * nheads_k + h) * group, len_q, out_k, rows8_k, start + offs < len_k,
-                                  K_MEAN, Q_MEAN, EQUALISE, HADAMARD, BLOCK_D, QUANT_ROWS, CHUNKS_Q)  # fmt: skip
-                write(x, K8, k_descale, k_amax, batch * nheads_k, b, h, nheads_k, head, out_k, rows8_k,
-                      BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, CHUNKS_K)  # fmt: skip
+            head = folded * nheads_k + h
+            q_mean, k_mean, s = _corrections(
+                q_sums, k_sums, 0, b * nheads_k + h, group, len_q, len_k,
+                False, K_MEAN, EQUALISE, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D,
+            )  # fmt: skip
+            for r in tl.static_range(RUN):
+                block = part * RUN + r
+                start = block * QUANT_ROWS
+                if start < len_k:
+                    x = _rows(K, b, h, first_k, len_k, start, offs, stride_kb, stride_kn, stride_kh, HEAD_DIM, BLOCK_D)
+                    if K_MEAN or Q_MEAN or EQUALISE or HADAMARD:
+                        x = _smooth_k(x.to(tl.float32), q_sums, k_mean, s, rotation, col_bias, qk_scale, head * group,
+                                      group, (b * nheads_k + h) * group, len_q, out_k + block, rows8_k,
+                                      start + offs < len_k, K_MEAN, Q_MEAN, EQUALISE, HADAMARD, BLOCK_D, QUANT_ROWS,
+                                      CHUNKS_Q)  # fmt: skip
+                    write(x, K8, k_descale, k_amax, batch * nheads_k, b, h, nheads_k, head, out_k + block, rows8_k,
+                          BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY, False, CHUNKS_K)  # fmt: skip
