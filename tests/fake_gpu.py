@@ -74,7 +74,7 @@ class FakeGpu:
         monkeypatch.setattr(replay.Recorder, "start", start_kernel)
         monkeypatch.setattr(replay.Plan, "stream", lambda plan: self.stream)
         monkeypatch.setattr(driver, "driver", lambda: None)
-        monkeypatch.setattr(limits, "knows_gluon", lambda: False)  # the plain kernel's launches show pointers
+        monkeypatch.setattr(limits, "knows_gluon", lambda arch: False)  # the plain kernel's launches show pointers
         monkeypatch.setattr(interface, "on_gpu", lambda q: True)
         monkeypatch.setattr(interface, "current_device", lambda index: device_of_sku(sku))
         monkeypatch.setattr(ready, "current_device", lambda: -1)
