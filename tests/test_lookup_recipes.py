@@ -8,6 +8,8 @@ from databases import CONFIG, H200, a_key, add_ok
 from zyfa import lookup
 from zyfa.archs import default_config, plain_config
 from zyfa.config import AttentionConfig
+from zyfa.device import device_of_sku
+from zyfa.limits import knows_gluon
 from zyfa.lookup import _with_recipe, choose, faster_plain, withdraw
 from zyfa.recipes import PRESETS
 from zyfa.tuning_db.store import Store
@@ -106,3 +108,14 @@ def test_fp8_gives_way_to_bf16_where_both_were_timed_and_it_is_no_faster(fp8, bf
     assert "fp8: 2000 us" in choice.misses[0] if dtype == "none" else choice is choose(KEY, H200)
     far = a_key(8192, dtype="fp8")  # borrowed rows say nothing about which is faster there
     assert faster_plain(choose(far, H200), far, H200).config == WINNER
+
+
+def test_untuned_fp8_gives_way_to_bf16_on_hopper_only():
+    """Nothing is stored; a recipe by name never comes here."""
+    if not knows_gluon("sm90"):
+        pytest.skip("this Triton has no Gluon: the plain kernel's defaults stand")
+    choice = faster_plain(choose(KEY, H200), KEY, H200)
+    assert (choice.match, choice.config.recipe, choice.config.variant) == ("default", "none", "gluon")
+    assert "untuned FP8 is slower" in choice.misses[0]
+    amd = device_of_sku("mi355x")
+    assert faster_plain(choose(KEY, amd), KEY, amd).config.recipe == PRESETS["balanced"]
