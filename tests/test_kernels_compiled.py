@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from zyfa.archs import ARCHS, default_config
+from zyfa.archs import ARCHS, default_config, plain_config
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.recipes import PRESETS, RECIPES
 from zyfa.tuner.compile import CompileFarm, compile_config
@@ -89,7 +89,7 @@ def test_shared_memory_overflow_compiles_but_is_gated(farms):
 def test_small_grids_keep_the_loop(farms, arch, dtype, fill):
     """Which keys and rows a program has is decided before the loop: what it multiplies in a trip is the same."""
     key = key_of(dtype, 128, True)
-    config = default_config(arch, key)
+    config = plain_config(arch, key)
     plain, small = (build(farms, arch, key, c) for c in (config, dataclasses.replace(config, **fill)))
     assert gate(small, key, dataclasses.replace(config, **fill), arch) is None
     assert small.code_hash != plain.code_hash

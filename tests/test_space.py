@@ -9,7 +9,7 @@ from zyfa.archs import ARCHS, default_config
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.grid_fill import default_for
 from zyfa.recipes import PRESETS
-from zyfa.tuner.space import RULES, UNITS, broken_rule, candidates, domains, seeds, suggest
+from zyfa.tuner.space import FP8_RECIPES, RULES, UNITS, _candidates, broken_rule, candidates, domains, seeds, suggest
 
 
 def key(dtype="bf16", head_dim=128, causal=True, nheads=32):
@@ -120,6 +120,16 @@ def test_short_queries_search_splits_and_packed_heads(arch):
     assert len(set(configs)) == len(configs)
     assert {(1, False), (8, False), (1, True), (8, True)} <= {(c.splits, c.pack_gqa) for c in configs}
     assert default_for(FEW, arch, UNITS[arch]) in configs
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm90"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths_that_fill_the_gpu_share_their_candidates(arch, causal):
+    at = [key("bf16", 128, causal)._replace(seqlen_q=n, seqlen_k=n) for n in (512, 3000, 32768)]
+    assert len({id(candidates(k, arch)) for k in at}) == 1
+    assert all(candidates(k, arch) == _candidates.__wrapped__(k, arch, FP8_RECIPES) for k in at[:2])
+    short = at[0]._replace(seqlen_q=64)
+    assert candidates(short, arch) == _candidates.__wrapped__(short, arch, FP8_RECIPES) != candidates(at[0], arch)
 
 
 @pytest.mark.parametrize("dtype, head_dim", [("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp8", 64), ("fp8", 128)])
