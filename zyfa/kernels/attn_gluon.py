@@ -3,8 +3,8 @@
 A producer warp fills rings of K and V tiles; each consumer (four warps, 64 query rows) runs WGMMA asynchronously beside
 its softmax: in 16 bits in the order of FlashAttention-3 (arXiv 2407.08608), P carried to the next tile; in 8 bits with
 the scores of the next tile multiplied ahead. Consumers take the registers that the producer gives up (setmaxnreg).
-Programs stay on their SM, so that the next tile's K, V and Q arrive while this one is finished. Masks and tile order are
-those of attn_fwd; keys are walked from the last to the first, so the masked tiles come first.
+Programs stay on their SM, so that the next tile's K, V and Q arrive while this one is finished. Masks and tile order
+are those of attn_fwd; keys are walked from the last to the first, so the masked tiles come first.
 """
 
 from triton.experimental import gluon
