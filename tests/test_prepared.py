@@ -205,7 +205,7 @@ def test_first_launch_replay_and_prepared_agree_bit_for_bit(precision, descripto
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8:balanced"])
 def test_a_prepared_callable_on_two_streams(precision):
     calls = [on_gpu(seed, 1000) for seed in range(2)]
     f = zyfa.prepare(*calls[0], causal=True, precision=precision)
@@ -221,7 +221,7 @@ def test_a_prepared_callable_on_two_streams(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8:balanced"])
 def test_a_prepared_callable_inside_a_capture(precision):
     q, k, v = on_gpu()
     f, out = zyfa.prepare(q, k, v, causal=True, precision=precision), torch.empty_like(q)
