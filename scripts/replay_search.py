@@ -137,10 +137,15 @@ def summarise(runs: dict[str, list[list[float]]]) -> dict:
         figures[f"to_{share:.0%}"] = _finite(counts[(len(counts) - 1) // 2])
         figures[f"to_{share:.0%}_p90"] = _finite(counts[int(0.9 * (len(counts) - 1))])
     for budget in (b for b in BUDGETS if b <= figures["trials"]):
-        regrets = [100 * (1 / max(run[min(budget, len(run)) - 1], 1e-9) - 1) for run in every]
-        figures[f"regret_pct_at_{budget}"] = round(statistics.median(regrets), 3)
-        figures[f"regret_pct_at_{budget}_p90"] = round(sorted(regrets)[int(0.9 * (len(regrets) - 1))], 3)
+        regrets = sorted(_regret(run[:budget]) for run in every)
+        for name, at in (("", statistics.median(regrets)), ("_p90", regrets[int(0.9 * (len(regrets) - 1))])):
+            figures[f"regret_pct_at_{budget}{name}"] = round(at, 3) if np.isfinite(at) else None
     return figures
+
+
+def _regret(run: Sequence[float]) -> float:
+    """Percent after a run; infinite where it found no legal config that works."""
+    return 100 * (1 / run[-1] - 1) if run and run[-1] else np.inf
 
 
 def _finite(number: float) -> int | None:
@@ -200,7 +205,9 @@ def markdown(head: dict, rows: dict[str, dict]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, row in rows.items():
         trials = [_pair(row[f"to_{share:.0%}"], row[f"to_{share:.0%}_p90"], row["trials"]) for share in SHARES]
-        regrets = [f"{row[f'regret_pct_at_{b}']:.1f} %" if f"regret_pct_at_{b}" in row else "" for b in budgets]
+        regrets = [
+            f"{row[f'regret_pct_at_{b}']:.1f} %" if row.get(f"regret_pct_at_{b}") is not None else "" for b in budgets
+        ]
         lines.append(f"| {name} | {row['runs'] // head['cells']} | {' | '.join(trials + regrets)} |")
     return (
         f"{head['gpu']}, {head['date']}: {head['cells']} cells, {head['configs']} recorded configs. Timed trials until "

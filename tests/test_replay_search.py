@@ -98,3 +98,10 @@ def test_figures_are_medians_over_all_runs(script):
     assert (figures["to_95%"], figures["to_98%"], figures["runs"]) == (2, 3, 3)
     assert figures["to_99%"] == 3 and figures["to_98%_p90"] == 3 and not np.isinf(figures["to_95%"])
     assert script._pair(None, 7, 60) == ">60 (7)"
+
+
+def test_a_search_that_finds_no_legal_config_has_no_regret_that_is_a_number(script):
+    figures = script.summarise({"a": [[], [], [0.5, 1.0] * 10]})
+    assert (figures["to_95%"], figures["regret_pct_at_10"]) == (None, None)
+    figures = script.summarise({"a": [[], [0.8, 1.0] * 10, [0.8] * 20]})
+    assert (figures["regret_pct_at_10"], figures["regret_pct_at_10_p90"]) == (25.0, 25.0)
