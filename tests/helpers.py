@@ -47,9 +47,27 @@ def varlen(lengths_q, lengths_k) -> dict:
     return {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], **longest}
 
 
-def interpreted(interpret, q, k, v, recipe="none", arch="gfx950", BLOCK_M=64, BLOCK_N=32, out=None, **same):
+def assert_lse(lse, q, k, v, **same):
+    """Minus infinity where it should be, and elsewhere what fp32 gives of the natural logarithm."""
+    want = attention_ref(q, k, v, return_lse=True, **same)[1]
+    assert torch.equal(torch.isinf(lse), torch.isinf(want))
+    finite = torch.isfinite(want)
+    torch.testing.assert_close(lse.double()[finite], want[finite], rtol=1e-5, atol=1e-5)
+
+
+def run(interpret, q, k, v, config, arch="gfx950", out=None, return_lse=True, **same):
     """(out, lse) of the real kernels, into an output full of NaN so that a row nobody writes shows."""
-    config = AttentionConfig(BLOCK_M, BLOCK_N, 4, 1, recipe=recipe)
     dtype = torch.bfloat16 if q.element_size() == 1 else q.dtype
     out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype) if out is None else out
-    return interpret(attention_forward, q, k, v, config=config, arch=arch, out=out, return_lse=True, **same)
+    return interpret(attention_forward, q, k, v, config=config, arch=arch, out=out, return_lse=return_lse, **same)
+
+
+def interpreted(interpret, q, k, v, recipe="none", arch="gfx950", BLOCK_M=64, BLOCK_N=32, out=None, **same):
+    """run() with a small tile."""
+    return run(interpret, q, k, v, AttentionConfig(BLOCK_M, BLOCK_N, 4, 1, recipe=recipe), arch, out, **same)
+
+
+def launch_inputs(q=None, sink=None, cu_seqlens=None):
+    """What launch.runnable() is asked about: head dim 64, BF16."""
+    x = torch.empty(1, 512, 8, 64, dtype=torch.bfloat16)
+    return (x if q is None else q, x, x, x, None, sink, cu_seqlens, cu_seqlens, None, None, None)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from helpers import launch_inputs
 
 from zyfa.archs import default_config
 from zyfa.config import AttentionConfig, AttentionKey
@@ -163,26 +164,21 @@ def test_gfx942_has_no_gluon_kernel():
     assert broken_limit(config(), key("none", 128, True), "gfx942") == LIMIT
 
 
-def inputs(q=None, sink=None, cu_seqlens=None):
-    x = torch.empty(1, 512, 8, 64, dtype=torch.bfloat16)
-    return (x if q is None else q, x, x, x, None, sink, cu_seqlens, cu_seqlens, None, None, None)
-
-
 def test_calls_that_it_covers_keep_its_config():
     packed = torch.empty(512, 3 * 8 * 64, dtype=torch.bfloat16)[None, :, : 8 * 64].unflatten(-1, (8, 64))
     shared = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16).expand(1, 512, 8, 64)
     for x in (None, packed, shared, torch.empty(1, 8, 512, 64, dtype=torch.bfloat16).transpose(1, 2)):
-        assert runnable(config(), "gfx950", inputs(x), 0.0) == config()
+        assert runnable(config(), "gfx950", launch_inputs(x), 0.0) == config()
 
 
 @pytest.mark.parametrize(
     "lacks, softcap",
     [
-        (inputs(), 20.0),
-        (inputs(sink=torch.zeros(8)), 0.0),
-        (inputs(cu_seqlens=torch.tensor([0, 512], dtype=torch.int32)), 0.0),
-        (inputs(torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))), 0.0),
-        (inputs(torch.empty(1, 512, 64, 8, dtype=torch.bfloat16).transpose(2, 3)), 0.0),
+        (launch_inputs(), 20.0),
+        (launch_inputs(sink=torch.zeros(8)), 0.0),
+        (launch_inputs(cu_seqlens=torch.tensor([0, 512], dtype=torch.int32)), 0.0),
+        (launch_inputs(torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))), 0.0),
+        (launch_inputs(torch.empty(1, 512, 64, 8, dtype=torch.bfloat16).transpose(2, 3)), 0.0),
     ],
     ids=["softcap", "sink", "varlen", "unaligned", "strided rows"],
 )

@@ -5,6 +5,7 @@ import tempfile
 
 import pytest
 import torch
+from helpers import launch_inputs
 
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.kernels import launch
@@ -68,25 +69,20 @@ def config(recipe="none"):
     return AttentionConfig(128, 128, 8, 2, recipe=recipe, variant="gluon")
 
 
-def inputs(q=None, sink=None, cu_seqlens=None):
-    x = torch.empty(1, 512, 8, 64, dtype=torch.bfloat16)
-    return (x if q is None else q, x, x, x, None, sink, cu_seqlens, cu_seqlens, None, None, None)
-
-
 def test_calls_that_it_covers_keep_the_gluon_config():
     packed = torch.empty(512, 3 * 8 * 64, dtype=torch.bfloat16)[None, :, : 8 * 64].unflatten(-1, (8, 64))
     for x in (None, packed, torch.empty(1, 8, 512, 64, dtype=torch.bfloat16).transpose(1, 2)):
-        assert runnable(config(), "sm90", inputs(x), 0.0) == config()
+        assert runnable(config(), "sm90", launch_inputs(x), 0.0) == config()
 
 
 @pytest.mark.parametrize(
     "lacks, softcap",
     [
-        (inputs(), 20.0),
-        (inputs(sink=torch.zeros(8)), 0.0),
-        (inputs(cu_seqlens=torch.tensor([0, 512], dtype=torch.int32)), 0.0),
-        (inputs(torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))), 0.0),
-        (inputs(torch.empty(1, 1, 8, 64, dtype=torch.bfloat16).expand(1, 512, 8, 64)), 0.0),
+        (launch_inputs(), 20.0),
+        (launch_inputs(sink=torch.zeros(8)), 0.0),
+        (launch_inputs(cu_seqlens=torch.tensor([0, 512], dtype=torch.int32)), 0.0),
+        (launch_inputs(torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))), 0.0),
+        (launch_inputs(torch.empty(1, 1, 8, 64, dtype=torch.bfloat16).expand(1, 512, 8, 64)), 0.0),
     ],
     ids=["softcap", "sink", "varlen", "unaligned", "stride 0"],
 )
@@ -98,15 +94,15 @@ def test_calls_that_it_lacks_run_the_plain_kernel_with_the_same_recipe(lacks, so
 def test_quantised_calls_fall_back_for_features_but_not_for_layouts():
     odd = torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))
     fp8 = config(PRESETS["balanced"])
-    assert runnable(fp8, "sm90", inputs(odd), 0.0) == fp8  # the kernel reads the quantiser's buffers
-    assert runnable(config("bf16qk"), "sm90", inputs(odd), 0.0).variant == "triton"
-    got = runnable(fp8, "sm90", inputs(), 20.0)
+    assert runnable(fp8, "sm90", launch_inputs(odd), 0.0) == fp8  # the kernel reads the quantiser's buffers
+    assert runnable(config("bf16qk"), "sm90", launch_inputs(odd), 0.0).variant == "triton"
+    got = runnable(fp8, "sm90", launch_inputs(), 20.0)
     assert (got.variant, got.recipe) == ("triton", PRESETS["balanced"])
 
 
 def test_the_plain_config_is_left_alone():
     plain = AttentionConfig(64, 64, 4, 2)
-    assert runnable(plain, "sm90", inputs(sink=torch.zeros(8)), 20.0) is plain
+    assert runnable(plain, "sm90", launch_inputs(sink=torch.zeros(8)), 20.0) is plain
 
 
 class Descriptors:

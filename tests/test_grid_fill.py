@@ -3,12 +3,12 @@
 from functools import partial
 from itertools import pairwise
 
+import helpers
 import pytest
 import torch
-from helpers import assert_correct, make_qkv, varlen
+from helpers import assert_correct, assert_lse, make_qkv, varlen
 
 from zyfa.config import AttentionConfig
-from zyfa.kernels.launch import attention_forward
 from zyfa.kernels.merge import merge_splits
 from zyfa.reference import attention_ref, emulate, relative_error
 
@@ -17,17 +17,8 @@ ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way))
 
 
 def run(interpret, q, k, v, recipe="none", arch="gfx950", BLOCK_M=32, BLOCK_N=32, out=None, lse=True, way=None, **same):
-    """(out, lse) into an output full of NaN, so that a row nobody writes shows."""
     config = AttentionConfig(BLOCK_M, BLOCK_N, 4, 1, recipe=recipe, **(way or {}))
-    out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype) if out is None else out
-    return interpret(attention_forward, q, k, v, config=config, arch=arch, out=out, return_lse=lse, **same)
-
-
-def assert_lse(lse, q, k, v, **same):
-    want = attention_ref(q, k, v, return_lse=True, **same)[1]
-    assert torch.equal(torch.isinf(lse), torch.isinf(want))
-    finite = torch.isfinite(want)
-    torch.testing.assert_close(lse.double()[finite], want[finite], rtol=1e-5, atol=1e-5)
+    return helpers.run(interpret, q, k, v, config, arch, out, lse, **same)
 
 
 FEATURES = [

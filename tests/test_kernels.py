@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_correct, make_qkv
+from helpers import assert_correct, assert_lse, make_qkv, run
 
 from zyfa.config import AttentionConfig
 from zyfa.kernels.launch import attention_forward
@@ -12,19 +12,6 @@ from zyfa.reference import attention_ref, emulate, relative_error
 
 def config(recipe="none", BLOCK_M=64, BLOCK_N=64, **more):
     return AttentionConfig(BLOCK_M, BLOCK_N, 4, 1, recipe=recipe, **more)
-
-
-def run(interpret, q, k, v, config, arch="gfx950", **same):
-    """(out, lse) into an output full of NaN, so that a row nobody writes shows."""
-    out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype)
-    return interpret(attention_forward, q, k, v, config=config, arch=arch, out=out, return_lse=True, **same)
-
-
-def assert_lse(lse, q, k, v, **same):
-    want = attention_ref(q, k, v, return_lse=True, **same)[1]
-    assert torch.equal(torch.isinf(lse), torch.isinf(want))
-    finite = torch.isfinite(want)
-    torch.testing.assert_close(lse.double()[finite], want[finite], rtol=1e-5, atol=1e-5)
 
 
 FEATURES = [
