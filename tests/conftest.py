@@ -9,8 +9,12 @@ import pytest
 import torch
 from interpreter import Interpreter
 
+import zyfa
 from zyfa import lookup
 from zyfa.tuning_db import reader
+
+# Bound before any test patches zyfa.interface: zyfa.__getattr__ would keep a patched function for the next tests.
+REAL = {name: getattr(zyfa, name) for name in ("attention", "explain")}
 
 
 def pytest_collection_modifyitems(items):
@@ -19,6 +23,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_patched():
+    """Fails the test after which the package's names are not the interface's own: the next test would get them."""
+    yield
+    assert {name: getattr(zyfa, name) for name in REAL} == REAL
 
 
 @pytest.fixture(autouse=True)

@@ -293,10 +293,36 @@ def test_a_spent_budget_still_compares_and_crowns(store):
 
 def test_heavier_cells_get_more_of_a_budget(store):
     light, heavy = CELLS[0]._replace(weight=0.05), CELLS[2]._replace(weight=0.95)
-    setup = replace(MEASURE, effort=replace(EFFORT, trials=10**6, patience=10**6), deadline=time.monotonic() + 1.0)
-    _, display, _ = run(setup, store, cells=[light, heavy], pool=FakePool(seconds=0.03))
-    first = [key for key, _, _ in display.trials][:16]  # until little is to be gained in the heavy one
+    setup = replace(MEASURE, effort=replace(EFFORT, trials=10**6, patience=10**6), deadline=time.monotonic() + 60.0)
+    stopped = lambda: len(store.trials()) >= 9  # noqa: E731  # before little is left to gain in the heavy one
+    _, display, _ = run(setup, store, cells=[light, heavy], pool=FakePool(seconds=0.03), stopped=stopped)
+    first = [key for key, _, _ in display.trials]
     assert first.count(heavy.key) > 2 * first.count(light.key)
+
+
+def test_trials_are_stored_while_the_coordinator_thinks(store, monkeypatch):
+    """A GPU that has jobs waits for the log alone."""
+    told, stored = Silent.trial, []
+
+    class Counting(FakePool):
+        jobs = 0
+
+        def submit(self, gpu, job, limit_s):
+            self.jobs += 1
+            return super().submit(gpu, job, limit_s)
+
+    def trial(self, *what):
+        told(self, *what)
+        until = time.monotonic() + 10
+        if not stored and pool.jobs >= len(self.trials) + 3:
+            while len(store.trials()) < pool.jobs and time.monotonic() < until:
+                time.sleep(0.01)
+            stored.append(len(store.trials()) - len(self.trials))
+
+    pool = Counting(seconds=0.01)
+    monkeypatch.setattr(Silent, "trial", trial)
+    run(MEASURE, store, pool=pool)
+    assert stored[0] >= 3
 
 
 def test_a_broken_worker_ends_the_run(store):

@@ -6,6 +6,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -326,6 +328,28 @@ def test_eight_processes_lose_nothing(tmp_path):
         assert counts == [(f"writer {i}", 25) for i in range(8)]
         assert store._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert store._db.execute("SELECT count(*), count(DISTINCT config) FROM configs").fetchone() == (1, 1)
+
+
+def test_threads_that_share_a_store_lose_nothing(store):
+    """With switches in the middle of a transaction; whoever reads sees whole trials."""
+
+    def write(number):
+        return [add_ok(store, a_key(512 << n % 7), reason=f"thread {number}", facts={"n": n}) for n in range(25)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            written = [threads.submit(write, number) for number in range(4)]
+            while not all(each.done() for each in written):
+                seen = len(store.trials())
+                assert seen <= len(store.trials())
+    finally:
+        sys.setswitchinterval(interval)
+    ids = [trial for each in written for trial in each.result()]
+    assert sorted(ids) == list(range(1, 101))
+    assert Counter(trial.reason for trial in store.trials()) == {f"thread {n}": 25 for n in range(4)}
+    assert {trial.id: trial.facts["n"] for trial in store.trials()} == {ids[i]: i % 25 for i in range(100)}
 
 
 @pytest.mark.parametrize("after", [1, 7, 20])

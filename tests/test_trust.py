@@ -1,7 +1,7 @@
 """zyfa.toolchain and what lookup makes of it: a grade for each row, a policy, and a config that fails to launch."""
 
 import pytest
-from databases import TOOLS, a_key, make_db
+from databases import TOOLS, a_key, backdate, make_db
 
 from zyfa import interface, lookup, toolchain
 from zyfa.archs import default_config, plain_config
@@ -69,7 +69,10 @@ def rows(**configs):
         "exact": TOOLS, "compatible": TOOLS._replace(torch_version="2.12.0"), "stale": TOOLS._replace(kernel_hash="k0"),
     }  # fmt: skip
     winners = [(a_key(), {"config": config, "toolchain": tools[name]}) for name, config in configs.items()]
-    return make_db(user_db_path(H200), *winners)
+    path = make_db(user_db_path(H200), *winners)
+    for number in range(1, len(winners) + 1):  # written within a millisecond of each other they might be equally new
+        backdate(path, number, f"2026-01-0{number}T00:00:00.000Z")
+    return path
 
 
 def test_a_fresh_row_comes_before_a_newer_stale_one():

@@ -2,9 +2,13 @@
 
 import heapq
 import itertools
+import json
+import subprocess
+import sys
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fake_landscape import FakeBuild, FakeFacts, FakeFarm, make_tools, time_of
@@ -19,6 +23,7 @@ from zyfa.tuner.plan import grid
 from zyfa.tuner.worker import Result
 from zyfa.tuning_db.store import Store
 
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "pretend_gpus.py"
 CELLS = grid([512 << n for n in range(7)], ("bf16", "fp16"), (128,), ((32, 8),), (1,), (True, False))
 COMPILERS, COMPILE_S = 32, 3.0  # cores and Triton on the host of two H200
 TRIAL_S, FINAL_S = 0.13, 0.4  # of one config alone, and of each finalist
@@ -72,6 +77,13 @@ def test_two_gpus_tune_twice_the_cells_in_a_minute(monkeypatch, tmp_path):
     setup = replace(MEASURE, effort=EFFORTS["quick"], lookahead=2 * COMPILERS)
     one, two = (seconds(monkeypatch, tmp_path / f"{n}.sqlite", n, setup) for n in (1, 2))
     assert one / two >= 1.9
+
+
+def test_the_script_that_pretends_gpus_uses_all_of_them():
+    command = [sys.executable, "-P", str(SCRIPT), "--gpus", "2", "--trial-ms", "5"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout)
+    assert (found["gpus"], found["trials"]) == (2, 16 * EFFORTS["quick"].trials) and 0 < found["seconds"] < 60
+    assert len(found["busy"]) == 2 and all(0.05 < busy <= 1 for busy in found["busy"])
 
 
 class Queue:

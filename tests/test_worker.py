@@ -3,14 +3,15 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 
 from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.tuner.timing import Repeats
-from zyfa.tuner.worker import Job, Result, WorkerError, WorkerPool, _serve
+from zyfa.tuner.worker import Job, Result, WorkerError, WorkerPool, _serve, then
 
 KEY = AttentionKey("bf16", 128, 128, 32, 8, 1, 1024, 1024, True)
 GOOD = AttentionConfig(64, 64, 4, 2)
@@ -124,6 +125,33 @@ def test_close_cancels_what_runs_and_waits(pool):
     for future in (running, waiting):
         with pytest.raises(CancelledError):
             future.result(10)
+
+
+def test_a_gpu_takes_its_next_job_after_the_step_that_follows_the_one_before():
+    events, go = [], threading.Event()
+
+    def work(number):
+        go.wait(10)
+        events.append(f"job {number}")
+        return number
+
+    with ThreadPoolExecutor(1) as gpu:
+        jobs = [gpu.submit(work, number) for number in range(3)]
+        steps = [then(done, lambda number: events.append(f"stored {number}") or 10 * number) for done in jobs]
+        go.set()
+        assert [step.result(10) for step in steps] == [0, 10, 20]
+    assert events == ["job 0", "stored 0", "job 1", "stored 1", "job 2", "stored 2"]
+
+
+def test_whoever_waits_for_a_step_hears_what_went_wrong():
+    broken, cancelled, fine = Future(), Future(), Future()
+    steps = [then(future, lambda result: 1 // result) for future in (broken, cancelled, fine)]
+    broken.set_exception(WorkerError("no driver"))
+    cancelled.cancel()
+    fine.set_result(0)
+    for step, error in zip(steps, (WorkerError, CancelledError, ZeroDivisionError), strict=True):
+        with pytest.raises(error):
+            step.result(10)
 
 
 def slow_evaluator(gpu, arch):

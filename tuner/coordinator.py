@@ -1,7 +1,7 @@
 """Runs the search of all cells at once: owns their studies, keeps compilers and GPUs busy, writes the trial log.
 
-The only writer. A trial is stored before the study hears of it, so a run that is killed loses what is in flight and
-nothing else; the next one rebuilds the studies from the log.
+A trial is stored by the thread of its GPU before that takes the next job and before the study hears of it, so a run
+that is killed loses what is in flight and nothing else; the next one rebuilds the studies from the log.
 """
 
 import functools
@@ -16,12 +16,11 @@ from zyfa.tuning_db.store import Store, Trial
 from .cells import CellRun, Display, Setup, Tools, failed_build, result_of
 from .compile import Build
 from .facts import Facts
-from .gpu_queue import GpuQueues
 from .plan import PlannedCell
 from .study import CellStudy
 from .timing import MIN_GAIN, STORED_GAIN, decide
 from .warm import ENOUGH, WarmStart, model_top
-from .worker import Job, Result, WorkerPool
+from .worker import Job, Result, WorkerPool, then
 
 TICK_S = 0.2  # how long a signal or the display waits at most
 TRIAL_LIMIT_S = 60.0  # covers a compile that the disk cache missed
@@ -48,7 +47,6 @@ class Coordinator:
         self._setup, self._tools, self._store, self._pool = setup, tools, store, pool
         self._display, self._stopped, self._hints = display, stopped, hints or {}
         self._handlers: dict[Future, list[Callable[[Future], None]]] = {}
-        self._gpus = GpuQueues(pool, self._on) if pool is not None else None
         self._facts: dict[tuple, Facts] = {}  # of what passed its gates, by family and config
         past = store.trials(trust=setup.trust) if store is not None and not setup.fresh else []
         self._warm = WarmStart(past, setup.toolchain, tools.lent() if setup.method == "measure" else ())
@@ -84,12 +82,12 @@ class Coordinator:
         """Starts cells and compiles until the lookahead is reached, and closes cells that need no more."""
         while not self._stopped():
             self._start_cells()
-            ahead = len(self._handlers) + (self._gpus.waiting if self._gpus else 0)
-            run = None if self._expired() or ahead >= self._setup.lookahead else self._next_run()
+            full = self._expired() or len(self._handlers) >= self._setup.lookahead
+            run = None if full else self._next_run()
             if run is not None:
                 self._ask(run)
                 if any(future.done() for future in self._handlers):
-                    return  # a result is stored before the next config is thought of, so that a kill loses no more
+                    return  # the next config is thought of with what is known by then
             elif not any([self._close_if_finished(run) for run in self._searching]):
                 return
 
@@ -168,8 +166,7 @@ class Coordinator:
         """Rebuilds the study from the log; the cell is done if its search had ended and its winner was decided."""
         assert self._store is not None
         at = (run.planned.cell, self._setup.toolchain, self._setup.trust)
-        trials = self._store.trials(*at)
-        for trial in trials:
+        for trial in self._store.trials(*at):
             self._replay(run, trial)
         run.resumed = len(run.study.times)
         winner = self._store.winner(*at)
@@ -248,29 +245,40 @@ class Coordinator:
 
     def _measure(self, run: CellRun, config: AttentionConfig, facts: Facts) -> None:
         job = Job(run.key, (config,), self._setup.effort.repeats, self._setup.max_error, run.best_ms)
-        self._time(run, job, TRIAL_LIMIT_S, lambda done: self._record(run, config, done.result()[0], facts.to_dict()))
+        timed = self._submit(run, job, TRIAL_LIMIT_S)
+        stored = then(timed, lambda results: self._stored(run, config, results[0], facts.to_dict()))
+        self._on(stored, lambda done: self._learn(run, config, *done.result()))
 
-    def _time(self, run: CellRun, job: Job, limit_s: float, handle: Callable[[Future], None]) -> None:
-        assert self._gpus is not None
-        self._gpus.add(run.gpu, job, limit_s, handle)
+    def _submit(self, run: CellRun, job: Job, limit_s: float) -> "Future[list[Result]]":
+        assert self._pool is not None
+        return self._pool.submit(run.gpu, job, limit_s)
 
     def _record(self, run: CellRun, config: AttentionConfig, result: Result, facts: dict) -> None:
-        """Stores a trial, then tells the study and the display."""
-        self._log(run, config, result, facts)
-        self._warm.note(run.key, config, result.outcome)
+        self._learn(run, config, *self._stored(run, config, result, facts))
+
+    def _learn(self, run: CellRun, config: AttentionConfig, number: int, result: Result) -> None:
+        """Tells the study and the display of a trial that is stored."""
+        self._note(run, config, number, result)
         run.study.tell(config, result.ms)
         run.count(result.outcome, result.reason)
         self._display.trial(run, config, result)
 
-    def _log(self, run: CellRun, config: AttentionConfig, result: Result, facts: dict) -> None:
+    def _stored(self, run: CellRun, config: AttentionConfig, result: Result, facts: dict) -> tuple[int, Result]:
+        """Writes the log and returns the trial's number in it. Changes nothing else: threads of GPUs call it too."""
         if self._store is None:
-            return
+            return 0, result
         number = self._store.add_trial(
             run.key, self._setup.toolchain, config, trust=self._setup.trust, is_default=config == run.default,
             facts=facts, **result.stored(),
         )  # fmt: skip
+        return number, result
+
+    def _note(self, run: CellRun, config: AttentionConfig, number: int, result: Result) -> None:
+        """The last word on a config is its last trial."""
+        run.results.pop(config, None)
         if result.outcome == "ok":
             run.results[config] = number, result
+        self._warm.note(run.key, config, result.outcome)
 
     # --- the end of a cell -------------------------------------------------------------------------------------
 
@@ -305,7 +313,7 @@ class Coordinator:
         always = [c for c in (run.default, run.incumbent) if c in run.results]
         configs = tuple(dict.fromkeys([*always, *fastest, *self._front(run)]))
         job = Job(run.key, configs, self._setup.effort.final, self._setup.max_error)
-        self._time(run, job, FINAL_LIMIT_S, lambda done: self._compared(run, configs, done.result()))
+        self._on(self._submit(run, job, FINAL_LIMIT_S), lambda done: self._compared(run, configs, done.result()))
 
     def _compared(self, run: CellRun, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> None:
         if len(configs) > 1 and all(result.outcome in LOST for result in results):
@@ -318,10 +326,8 @@ class Coordinator:
         verdict = decide([results[i].timing() for i in valid], incumbent or 0, gain) if valid else None
         ties = {valid[n] for n in verdict.ties} if verdict else set()
         for i, (config, result) in enumerate(zip(configs, results, strict=True)):
-            run.results.pop(config, None)  # the last word on a config is the last trial
-            self._warm.note(run.key, config, result.outcome)
             told = result._replace(reason=TIE) if i in ties else result
-            self._log(run, config, told, self._final_facts(run, config, result))
+            self._note(run, config, *self._stored(run, config, told, self._final_facts(run, config, result)))
         if verdict:
             run.ties = len(ties)
             run.gain = (verdict.gain, verdict.gain_lo, verdict.gain_hi) if incumbent is not None else None
@@ -338,15 +344,11 @@ class Coordinator:
         """One finalist took the others with it: each is timed alone, so that only the offender is recorded as one."""
         if left:
             job = Job(run.key, (left[0],), self._setup.effort.repeats, self._setup.max_error)
-            return self._time(
-                run, job, TRIAL_LIMIT_S,
-                lambda done: self._single_out(run, left[1:], [*found, (left[0], done.result()[0])]),
-            )  # fmt: skip
+            timed = self._submit(run, job, TRIAL_LIMIT_S)
+            return self._on(timed, lambda done: self._single_out(run, left[1:], [*found, (left[0], done.result()[0])]))
         offenders = [(config, result) for config, result in found if result.outcome != "ok"]
         for config, result in offenders:
-            run.results.pop(config, None)
-            self._warm.note(run.key, config, result.outcome)
-            self._log(run, config, result, {})
+            self._note(run, config, *self._stored(run, config, result, {}))
         if not self._ranked(run):
             return self._set_state(run, "failed")
         if offenders:

@@ -107,6 +107,20 @@ def _answer(evaluate: Evaluate, job: Job) -> tuple[str, object]:
         return "died", f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def then(done: Future, step: Callable) -> Future:
+    """A future of step(result), which the thread that finishes `done` takes; a GPU's thread before its next job."""
+    after: Future = Future()
+
+    def take(done: Future) -> None:
+        try:
+            after.set_result(step(done.result()))
+        except Exception as error:  # cancelled, a broken worker or what the step raises: for whoever waits
+            after.set_exception(error)
+
+    done.add_done_callback(take)
+    return after
+
+
 class Worker:
     """A process with one GPU; not thread-safe, except kill()."""
 

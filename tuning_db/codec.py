@@ -1,12 +1,14 @@
-"""The two columns that are stored packed: samples and facts. Standard library only.
+"""How values become columns: numbers, moments, and the two that are packed, samples and facts. Standard library only.
 
-They were three quarters of a file: 30 timings of a trial take 160 bytes as JSON and 35 as differences, the facts of a
-compiled kernel 730 as JSON and 110 deflated against a text that is like them. `zyfa-db export` prints both in full.
+The two were three quarters of a file: 30 timings of a trial take 160 bytes as JSON and 35 as differences, the facts of
+a compiled kernel 730 as JSON and 110 deflated against a text that is like them. `zyfa-db export` prints both in full.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from decimal import Decimal
 
 from zyfa.errors import DatabaseError
@@ -29,6 +31,20 @@ _LIKE_FACTS = (
     b'"valu":217,"vmem":8,"waitcnt":21,"xlane":2}}],"registers":276,"scratch_bytes":0,"spills":0,'
     b'"waves_per_simd":1.0,"workgroups_per_unit":1}'
 )
+
+
+def finite(name: str, value) -> float | None:
+    """A finite Python float (NumPy's float32 would be bound as a BLOB, NaN as NULL); None stays None."""
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return float(value)
+
+
+def utc(seconds: float) -> str:
+    """Unix time as text like 2026-11-30T08:23:11.042Z, which sorts by time."""
+    return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
 def pack_samples(samples_us: Sequence[float]) -> bytes:

@@ -8,15 +8,14 @@ longer than its two syncs.
 
 import contextlib
 import json
-import math
 import operator
 import os
 import random
 import sqlite3
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +26,7 @@ from zyfa.device import Device
 from zyfa.errors import ConfigError, DatabaseError
 
 from .certificates import put
-from .codec import pack_facts, pack_samples, unpack_facts, unpack_samples
+from .codec import finite, pack_facts, pack_samples, unpack_facts, unpack_samples, utc
 from .content import Content, Crown, Record
 from .mounts import network_type
 from .reader import Row, granularity_of, seal_of
@@ -77,6 +76,7 @@ class Store:
 
     Raises DatabaseError for a file that is no tuning database, cannot be written, or (with `device`) belongs to
     another SKU; SchemaTooNew for one that a newer ZYFA wrote. `device` and `model_version` go into table meta.
+    Threads may share one: they take turns.
     """
 
     def __init__(self, path: str | os.PathLike, device: Device | None = None, model_version: str = ""):
@@ -88,10 +88,10 @@ class Store:
             )  # fmt: skip
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            conn = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
+            conn = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise DatabaseError(f"{path}: cannot be opened for writing: {error}") from error
-        self._db = Database(conn)
+        self._db, self._turn = Database(conn), threading.RLock()
         try:
             self._prepare(device, model_version)
         except sqlite3.Error as error:
@@ -134,19 +134,23 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        self._db.close()
+        with self._turn:
+            self._db.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        try:
-            self._begin()
-            yield
-            self._db.commit()
-        except BaseException as error:
-            self._db.rollback()
-            if isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.IntegrityError):
-                raise DatabaseError(f"{self.path}: cannot be written: {error}") from error  # locked, full, read-only
-            raise
+        with self._turn:
+            try:
+                self._begin()
+                yield
+                self._db.commit()
+            except BaseException as error:
+                self._db.rollback()
+                if isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.IntegrityError):
+                    raise DatabaseError(
+                        f"{self.path}: cannot be written: {error}"
+                    ) from error  # locked, full, read-only
+                raise
 
     def _begin(self) -> None:
         until, pauses = time.monotonic() + BUSY_S, random.SystemRandom()
@@ -166,7 +170,11 @@ class Store:
     @property
     def meta(self) -> dict[str, str]:
         """Whose database it is: sku (the key), vendor, arch, units, names, model_version."""
-        return dict(self._db.execute("SELECT key, value FROM meta").fetchall())
+        return dict(self._read("SELECT key, value FROM meta"))
+
+    def _read(self, sql: str, values: Sequence | dict = ()) -> list[tuple]:
+        with self._turn:
+            return self._db.execute(sql, values).fetchall()
 
     def add_trial(
         self, key: AttentionKey, toolchain: Toolchain, config: AttentionConfig, *, outcome: str, trust: str,
@@ -185,9 +193,9 @@ class Store:
         packed_facts = pack_facts(facts or {})
         record = {
             "outcome": outcome, "trust": trust, "is_default": int(is_default), "reason": reason,
-            "ms": _number("ms", ms), "ms_lo": _number("ms_lo", ms if ms_lo is None else ms_lo),
-            "ms_hi": _number("ms_hi", ms if ms_hi is None else ms_hi), "rel_err": _number("rel_err", rel_err),
-            "samples": pack_samples([1e3 * (_number("samples", x) or 0.0) for x in samples]),
+            "ms": finite("ms", ms), "ms_lo": finite("ms_lo", ms if ms_lo is None else ms_lo),
+            "ms_hi": finite("ms_hi", ms if ms_hi is None else ms_hi), "rel_err": finite("rel_err", rel_err),
+            "samples": pack_samples([1e3 * (finite("samples", x) or 0.0) for x in samples]),
             "created_at": int(time.time()),
         }  # fmt: skip
         try:
@@ -241,10 +249,8 @@ class Store:
 
     def _id(self, table: str, row: dict) -> int:
         """The id of the row with these values, inserted unless it is there."""
-        found = self._db.execute(
-            f"SELECT id FROM {table} WHERE {' AND '.join(f'{name} = :{name}' for name in row)}", row
-        ).fetchone()
-        return found[0] if found else self._insert(table, row)
+        found = self._read(f"SELECT id FROM {table} WHERE {' AND '.join(f'{name} = :{name}' for name in row)}", row)
+        return found[0][0] if found else self._insert(table, row)
 
     def _shape_id(self, key: AttentionKey) -> int:
         key = _plain(key)
@@ -265,16 +271,14 @@ class Store:
 
     def set_front(self, trial: int, *, confidence: str, trials: int, default_ms: float | None = None) -> None:
         """Makes a trial the best of its recipe in its cell; trials: how many of the recipe. Raises as set_winner."""
-        found = self._db.execute(
-            "SELECT f.config FROM trials t JOIN configs f ON f.id = t.config WHERE t.id = ?", [trial]
-        ).fetchone()
-        recipe = AttentionConfig.from_json(found[0]).recipe if found else ""
+        found = self._read("SELECT f.config FROM trials t JOIN configs f ON f.id = t.config WHERE t.id = ?", [trial])
+        recipe = AttentionConfig.from_json(found[0][0]).recipe if found else ""
         self._crown("fronts", {"recipe": recipe}, trial, confidence, trials, default_ms)
 
     def _crown(self, table: str, more: dict, trial: int, confidence: str, trials: int, default_ms) -> None:
         row = more | {
             "trial": trial, "confidence": confidence, "trials": operator.index(trials),
-            "default_ms": _number("default_ms", default_ms), "tuned_at": _utc(time.time()), "seal": "",
+            "default_ms": finite("default_ms", default_ms), "tuned_at": utc(time.time()), "seal": "",
         }  # fmt: skip
         seat = {"cell": "s.cell", "toolchain": "t.toolchain", "trust": "t.trust"} | {name: f":{name}" for name in row}
         try:
@@ -326,7 +330,7 @@ class Store:
         wanted |= {"t.trust": trust} if trust else {}
         where = " AND ".join(f"{name} = ?" for name in wanted) or "1"
         tail = "w.confidence, w.trials, w.default_ms, w.tuned_at" if join else "1"
-        rows = self._db.execute(
+        rows = self._read(
             f"""SELECT t.id, c.dtype, c.head_dim, c.head_dim_v, s.nheads, s.nheads_k, s.batch, s.seqlen_q, s.seqlen_k,
                 c.causal, c.window_class, h.kernel_hash, h.triton_version, h.torch_version, h.driver_version, f.config,
                 t.outcome, t.trust, t.is_default, t.ms, t.ms_lo, t.ms_hi, t.samples, t.rel_err, t.reason, x.facts,
@@ -336,7 +340,7 @@ class Store:
             JOIN facts x ON x.id = t.facts {join}
             WHERE {where} ORDER BY t.id""",
             list(wanted.values()),
-        ).fetchall()
+        )
         return list(self._parsed(rows))
 
     def _parsed(self, rows) -> Iterator[tuple[Trial, tuple]]:
@@ -352,7 +356,7 @@ class Store:
             outcome, trust, default, ms, lo, hi, samples, rel_err, reason, facts, created = row[15:26]
             yield Trial(
                 number, key, Toolchain(*row[10:14]), config, outcome, trust, bool(default), ms, lo, hi,
-                tuple(us / 1e3 for us in unpack_samples(samples)), rel_err, reason, unpack_facts(facts), _utc(created),
+                tuple(us / 1e3 for us in unpack_samples(samples)), rel_err, reason, unpack_facts(facts), utc(created),
             ), tuple(row[26:])  # fmt: skip
         if unknown:
             warnings.warn(
@@ -366,8 +370,9 @@ class Store:
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.unlink(missing_ok=True)
         try:
-            self._db.execute(f"PRAGMA page_size = {EXPORT_PAGE_BYTES}")  # of the copy; a file in use keeps its own
-            self._db.execute("VACUUM INTO ?", (str(part),))
+            with self._turn:
+                self._db.execute(f"PRAGMA page_size = {EXPORT_PAGE_BYTES}")  # of the copy; a file in use keeps its own
+                self._db.execute("VACUUM INTO ?", (str(part),))
             with contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
                 copy.execute("PRAGMA journal_mode = DELETE")
                 copy.execute("ANALYZE")
@@ -383,17 +388,3 @@ _SHAPE = ("batch", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
 def _plain(fields: Fields) -> Fields:
     """The same tuple in Python's own types: sqlite3 binds a NumPy integer as a BLOB."""
     return type(fields)._make(value.item() if hasattr(value, "item") else value for value in fields)
-
-
-def _number(name: str, value) -> float | None:
-    """A finite Python float (NumPy's float32 would be bound as a BLOB, NaN as NULL); None stays None."""
-    if value is None:
-        return None
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; it must be finite")
-    return float(value)
-
-
-def _utc(seconds: float) -> str:
-    """Unix time as text like 2026-11-30T08:23:11.042Z, which sorts by time."""
-    return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
