@@ -8,7 +8,7 @@ from fake_gpu import FakeGpu, addresses, qkv
 from helpers import assert_correct, make_qkv
 
 import zyfa
-from zyfa import lookup
+from zyfa import lookup, ready
 from zyfa.archs import plain_config
 
 on_cpu = pytest.mark.filterwarnings("ignore:.*no tuned config:RuntimeWarning")
@@ -96,12 +96,21 @@ WRONG = [
     ("q", lambda x: torch.zeros(x.numel() + 4, dtype=x.dtype)[4:].view(x.shape), "8 bytes behind a multiple of 16"),
     ("out", lambda x: x[:, :90], "got (1, 90, 4, 32)"),
     ("out", lambda x: x.float(), "of torch.float32"),
+    ("out", lambda x: torch.zeros(x.numel() + 4, dtype=x.dtype)[4:].view(x.shape), "8 bytes behind a multiple of 16"),
 ]
+
+
+@pytest.fixture(params=["quick", "plain"])
+def with_and_without_guards(request, monkeypatch):
+    """The second as under a torch that lacks what torch.compile guards its graphs with."""
+    assert ready.TensorGuards is not None
+    if request.param == "plain":
+        monkeypatch.setattr(ready, "TensorGuards", None)
 
 
 @on_cpu
 @pytest.mark.parametrize("name, change, message", WRONG, ids=[f"{name} {message}" for name, _, message in WRONG])
-def test_other_layouts_are_refused(gpu, name, change, message):
+def test_other_layouts_are_refused(gpu, with_and_without_guards, name, change, message):
     q, k, v = qkv()
     f = zyfa.prepare(q, k, v)
     given = {"q": q, "k": k, "v": v, "out": torch.empty_like(q)}
@@ -113,17 +122,58 @@ def test_other_layouts_are_refused(gpu, name, change, message):
 
 
 @on_cpu
-def test_what_is_no_plain_tensor_or_wants_gradients_is_refused(gpu):
+def test_what_is_no_plain_tensor_or_wants_gradients_is_refused(gpu, with_and_without_guards):
     q, k, v = qkv()
     f = zyfa.prepare(q, k, v)
     with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, got list"):
         f(q, [1.0], v)
+    with pytest.raises(TypeError, match=r"out must be a torch\.Tensor, got list"):
+        f(q, k, v, out=[1.0])
     with pytest.raises(NotImplementedError, match="forward only"):
         f(q.clone().requires_grad_(), k, v)
     parameter = torch.nn.Parameter(q)
     with torch.no_grad():
         f(parameter, k, v)
     assert gpu.last().args[0] == q.data_ptr()
+
+
+@on_cpu
+def test_it_is_quick_again_in_another_mode(gpu, monkeypatch):
+    """Modes that tensors carry, such as inference mode, are no reason to compare layouts on every call."""
+    q, k, v = qkv()
+    f = zyfa.prepare(q, k, v)
+    slow = []
+    monkeypatch.setattr(f, "_require", lambda **given: slow.append([*given]))
+    f(q, k, v, out=torch.empty_like(q))
+    assert not slow
+    with torch.inference_mode():
+        for _ in range(3):
+            f(*qkv(1))
+        assert len(slow) == 1 and gpu.last().args[1] != k.data_ptr()
+    f(q, k, v)
+    assert len(slow) == 2 and gpu.last().args[:3] == addresses(q, k, v)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+OTHERS = {
+    "shorter": lambda x: x[:, :90], "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "half": lambda x: x.half(), "meta": lambda x: x.to("meta"), "gradient": lambda x: x.clone().requires_grad_(),
+    "parameter": lambda x: torch.nn.Parameter(x), "subclass": lambda x: x.as_subclass(Tagged),
+    "flat": lambda x: x.flatten(), "list": lambda x: x.tolist(), "none": lambda x: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("place", range(3))
+def test_the_quick_test_passes_equal_layouts_only(place, change):
+    given = list(qkv())
+    test = ready.quick_test(*given)
+    assert test(*qkv(1)) and test(*(x.clone().requires_grad_().detach() for x in given))
+    given[place] = change(given[place])
+    assert not test(*given)
 
 
 @on_cpu

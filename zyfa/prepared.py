@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import interface
-from .ready import Ready, layout, settled
+from .ready import Ready, layout, quick_test, settled
 
 
 def prepare(q, k, v, **same) -> "Prepared":
@@ -40,8 +40,9 @@ class Prepared:
         same = dict(same)
         given = tuple(same.pop(f"{name}_descale") for name in "qkv")
         done = interface.checked_call(q, k, v, descales=given, out=None, **same)
-        self._layouts = tuple(map(layout, (q, k, v)))
-        self._out_layout = layout(done.out)
+        self._layouts = {"q": layout(q), "k": layout(k), "v": layout(v), "out": layout(done.out)}
+        self._starts = tuple(x.data_ptr() & 15 for x in (q, k, v))
+        self._like_inputs, self._like_out = quick_test(q, k, v), quick_test(done.out)
         descales = done.descales or (None, None, None)
         self._extras = (same["sink"], same["cu_seqlens_q"], same["cu_seqlens_k"], *descales)
         self.ready = None if done.plan is None else Ready(done.plan, q, done.out, done.lse)
@@ -53,19 +54,18 @@ class Prepared:
         """attention(q, k, v, out=out) with the prepared arguments; ValueError where a layout is another."""
         if torch.compiler.is_compiling():
             return interface.attention(q, k, v, out=out, **self._same)
-        if not (q.__class__ is k.__class__ is v.__class__ is Tensor):
+        if not self._like_inputs(q, k, v):
             self._require(q=q, k=k, v=v)
+            if interface.needs_grad(q, k, v):
+                return interface.attention(q, k, v, out=out, **self._same)
+            self._like_inputs = quick_test(q, k, v)  # in the mode of this call
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (
-            (q.shape, q.stride(), q.dtype, q.device, addresses[0] & 15),
-            (k.shape, k.stride(), k.dtype, k.device, addresses[1] & 15),
-            (v.shape, v.stride(), v.dtype, v.device, addresses[2] & 15),
-        ) != self._layouts:
+        if (addresses[0] & 15, addresses[1] & 15, addresses[2] & 15) != self._starts:
             self._require(q=q, k=k, v=v)
-        if out is not None and layout(out) != self._out_layout:
+        if out is not None and (not self._like_out(out) or out.data_ptr() & 15):
             self._require(out=out)
         ready = self.ready
-        if ready is None or interface.needs_grad(q, k, v):
+        if ready is None:
             return interface.attention(q, k, v, out=out, **self._same)
         base = self._workspace(ready.plan) if ready.plan.base_bytes else 0
         return ready.run(q, addresses, out, self._extras, base)
@@ -79,13 +79,12 @@ class Prepared:
 
     def _require(self, **tensors) -> None:
         """ValueError for the first tensor that is not like the prepared one."""
-        prepared = dict(zip("qkv", self._layouts, strict=True)) | {"out": self._out_layout}
         for name, x in tensors.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-            if type(x) not in (Tensor, Parameter) or layout(x) != prepared[name]:
+            if type(x) not in (Tensor, Parameter) or layout(x) != self._layouts[name]:
                 raise ValueError(
-                    f"{name} was prepared as {_spelled(*prepared[name])}, got {_spelled(*layout(x))} "
+                    f"{name} was prepared as {_spelled(*self._layouts[name])}, got {_spelled(*layout(x))} "
                     f"({type(x).__name__}): prepare another callable, or call zyfa.attention"
                 )
 

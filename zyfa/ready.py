@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+try:  # what torch.compile guards its graphs with: no public API, so everything works without it, too
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+
 from .kernels.replay import Plan
 
 Scales = tuple[Callable[[Any], Tensor] | None, ...]
@@ -76,6 +81,18 @@ current_device = torch.cuda.current_device
 def layout(x: Tensor) -> tuple:
     """What the launches and checks of a call depend on, of one tensor; its address counts modulo 16."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+
+
+def quick_test(*tensors: Tensor) -> Callable[..., bool]:
+    """f(*others): True only if they are plain tensors laid out like these, alignment aside, and none wants a gradient.
+
+    False may mean anything, such as another mode of torch than now. A third of the time of comparing layout().
+    """
+    if TensorGuards is None:
+        return lambda *others: False
+    plain = [x.detach() for x in tensors]
+    sizes, strides = [list(x.shape) for x in plain], [list(x.stride()) for x in plain]
+    return TensorGuards(*plain, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def argument(x) -> Any:
