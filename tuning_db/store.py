@@ -147,9 +147,8 @@ class Store:
             except BaseException as error:
                 self._db.rollback()
                 if isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.IntegrityError):
-                    raise DatabaseError(
-                        f"{self.path}: cannot be written: {error}"
-                    ) from error  # locked, full, read-only
+                    # locked, full, read-only
+                    raise DatabaseError(f"{self.path}: cannot be written: {error}") from error
                 raise
 
     def _begin(self) -> None:
