@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-try:  # what torch.compile guards its graphs with: no public API, so everything works without it, too
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None
-
 from .kernels.replay import Plan
 
+# What torch.compile guards its graphs with: no public API, so everything works without it, too.
+TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 Scales = tuple[Callable[[Any], Tensor] | None, ...]
 MAX_READY = 4096  # signatures; beyond, as with ever new lengths, all are forgotten
 _ready: dict[tuple, "Ready"] = {}
