@@ -35,20 +35,12 @@ from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Store
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from fake_landscape import FakeBuild, FakeFacts, FakeFarm, make_tools
+from fake_landscape import FakeBuild, FakeFacts, FakeFarm, Silent, make_tools
 
 DEVICE = device_of_sku("h200")
 CELLS = grid([1024, 2048, 4096, 8192], ("bf16",), (128,), ((32, 8), (16, 16)), (1,), (True, False))
 SETUP = Setup("measure", Toolchain("pretended", "3.6.0", "2.11.0", "580"), EFFORTS["quick"], lookahead=64)
 TRIAL_MS = "ZYFA_PRETENDED_TRIAL_MS"  # for the workers
-
-
-class Silent:
-    """No display."""
-
-    def trial(self, run, config, result) -> None: ...
-    def state(self, run) -> None: ...
-    def tick(self) -> None: ...
 
 
 def _share(*of) -> float:
@@ -75,16 +67,6 @@ class Sleeper:
         return [Result("ok", ms, ms, ms, (ms,) * 7, 0.002) for ms in times]
 
 
-def _space(key: AttentionKey) -> Space:
-    arch = DEVICE.arch
-    return Space(
-        key,
-        lambda trial: space.suggest(trial, key, arch, ()),
-        lambda config: space.broken_rule(config, key, arch),
-        lambda: space.candidates(key, arch, ()),
-    )
-
-
 def _built(key: AttentionKey, config: AttentionConfig) -> Future:
     build: Future = Future()
     build.set_result(FakeBuild(FakeFacts("fine")))
@@ -94,8 +76,8 @@ def _built(key: AttentionKey, config: AttentionConfig) -> Future:
 def tune(gpus: int) -> dict:
     """Trials, seconds from the first job on, and the share of them that each GPU worked."""
     tools = make_tools(FakeFarm())._replace(
-        space=_space, seeds=lambda key: space.seeds(key, DEVICE.arch, ()), compile=_built, gate=lambda *build: None,
-        predict=None,
+        space=lambda key: Space.of(key, DEVICE.arch, ()), seeds=lambda key: space.seeds(key, DEVICE.arch, ()),
+        compile=_built, gate=lambda *build: None, predict=None,
     )  # fmt: skip
     pool = WorkerPool(range(gpus), DEVICE.arch, Sleeper)
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "x.sqlite", DEVICE) as store:

@@ -43,7 +43,7 @@ from zyfa.tuning_db.store import Store
 from zyfa.tuning_db.verify import findings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from fake_landscape import FakeFarm, make_tools
+from fake_landscape import FakeFarm, Silent, make_tools
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = device_of_sku("h200")
@@ -67,14 +67,6 @@ SETUP = Thorough("measure", Toolchain("torture", "3.7.1", "2.13.0", "570.1"), EF
 
 
 # --- what is killed --------------------------------------------------------------------------------------------------
-
-
-class Silent:
-    """No display."""
-
-    def trial(self, run, config, result) -> None: ...
-    def state(self, run) -> None: ...
-    def tick(self) -> None: ...
 
 
 class Recorded:

@@ -71,6 +71,22 @@ def make_space(rule=broken_rule, key=KEY) -> Space:
     return Space(key, suggest, rule, candidates)
 
 
+class Silent:
+    """A display that only remembers."""
+
+    def __init__(self):
+        self.trials = []
+
+    def trial(self, run, config, result):
+        self.trials.append((run.key, config, result))
+
+    def state(self, run):
+        pass
+
+    def tick(self):
+        pass
+
+
 class FakeFarm:
     """Builds everything but a few configs, after `seconds`; counts what it was asked for."""
 

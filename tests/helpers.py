@@ -1,5 +1,6 @@
 """What tests share: inputs, and the one rule of what counts as correct."""
 
+import pytest
 import torch
 
 from zyfa.config import AttentionConfig
@@ -67,7 +68,30 @@ def interpreted(interpret, q, k, v, recipe="none", arch="gfx950", BLOCK_M=64, BL
     return run(interpret, q, k, v, AttentionConfig(BLOCK_M, BLOCK_N, 4, 1, recipe=recipe), arch, out, **same)
 
 
+# Masks and options that every kernel is tried with.
+FEATURES = [
+    {},
+    {"causal": True},
+    {"causal": True, "window_size": (30, -1)},
+    {"window_size": (30, 20)},
+    {"window_size": (1, 0)},
+    {"causal": True, "softcap": 5.0},
+]
+
+
 def launch_inputs(q=None, sink=None, cu_seqlens=None):
     """What launch.runnable() is asked about: head dim 64, BF16."""
     x = torch.empty(1, 512, 8, 64, dtype=torch.bfloat16)
     return (x if q is None else q, x, x, x, None, sink, cu_seqlens, cu_seqlens, None, None, None)
+
+
+def lacking(**more):
+    """Parametrises with what no Gluon kernel runs: (inputs of a launch, softcap), and with `more` inputs."""
+    odd = torch.empty(1, 512, 8 * 64 + 1, dtype=torch.bfloat16)[..., 1:].unflatten(-1, (8, 64))
+    calls = {
+        "softcap": (launch_inputs(), 20.0),
+        "sink": (launch_inputs(sink=torch.zeros(8)), 0.0),
+        "varlen": (launch_inputs(cu_seqlens=torch.tensor([0, 512], dtype=torch.int32)), 0.0),
+        "unaligned": (launch_inputs(odd), 0.0),
+    } | {name: (launch_inputs(q), 0.0) for name, q in more.items()}
+    return pytest.mark.parametrize("lacks, softcap", calls.values(), ids=calls)

@@ -5,8 +5,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from fake_landscape import BEST, DEFAULT, FakeFarm, make_tools, time_of
-from test_coordinator import EFFORT, MEASURE, FakePool, Silent
+from fake_landscape import BEST, DEFAULT, FakeFarm, Silent, make_tools, time_of
+from test_coordinator import EFFORT, MEASURE, FakePool
 
 from zyfa.config import AttentionConfig, cell_of, octave_of
 from zyfa.device import device_of_sku

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from fake_landscape import BEST, DEFAULT, FakeFarm, make_tools, time_of
+from fake_landscape import BEST, DEFAULT, FakeFarm, Silent, make_tools, time_of
 
 from zyfa.config import AttentionConfig
 from zyfa.device import device_of_sku
@@ -22,22 +22,6 @@ EFFORT = Effort(30, 30, 3, Repeats(), Repeats())
 PREDICT = Setup("predict", Toolchain("hash", "3.7.1", "", ""), EFFORT, lookahead=4)
 MEASURE = replace(PREDICT, method="measure", toolchain=Toolchain("hash", "3.7.1", "2.13", "580"))
 CELLS = grid([512, 1024], ("bf16",), (128,), ((32, 8),), (1,), (True, False))
-
-
-class Silent:
-    """A display that only remembers."""
-
-    def __init__(self):
-        self.trials = []
-
-    def trial(self, run, config, result):
-        self.trials.append((run.key, config, result))
-
-    def state(self, run):
-        pass
-
-    def tick(self):
-        pass
 
 
 class FakePool:

@@ -22,12 +22,7 @@ def run(interpret, q, k, v, recipe="none", arch="gfx950", BLOCK_M=32, BLOCK_N=32
 
 
 FEATURES = [
-    {},
-    {"causal": True},
-    {"causal": True, "window_size": (30, -1)},
-    {"window_size": (30, 20)},
-    {"window_size": (1, 0)},
-    {"causal": True, "softcap": 5.0},
+    *helpers.FEATURES,
     {"causal": True, "sink": torch.tensor([0.5, -1.0, 2.0, 0.0])},
     {"causal": True, "window_size": (40, -1), "softcap": 5.0, "sink": torch.tensor([0.5, -1.0, 2.0, 0.0])},
 ]

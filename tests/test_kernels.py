@@ -1,5 +1,6 @@
 """The real kernels run by Triton's interpreter on the CPU: numbers for every feature, recipe and layout."""
 
+import helpers
 import pytest
 import torch
 from helpers import assert_correct, assert_lse, make_qkv, run
@@ -15,12 +16,7 @@ def config(recipe="none", BLOCK_M=64, BLOCK_N=64, **more):
 
 
 FEATURES = [
-    {},
-    {"causal": True},
-    {"causal": True, "window_size": (30, -1)},
-    {"window_size": (30, 20)},
-    {"window_size": (1, 0)},
-    {"causal": True, "softcap": 5.0},
+    *helpers.FEATURES,
     {"causal": True, "sink": torch.tensor([0.5, -1.0])},
     {"softmax_scale": 0.3},
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_correct, make_qkv
 from listing_machine import executed
-from test_listing_kernels import assert_found, assert_lse, causals, changed
+from test_listing_kernels import COMMON_FAULTS, assert_found, assert_lse, causals, changed
 
 from zyfa.limits import knows_gluon
 from zyfa.recipes import PRESETS
@@ -88,10 +88,7 @@ def test_waits_and_barriers_allow_every_order(recipe, stages):
         assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
 
 
-FAULTS = {
-    "an MFMA reads other registers": (r"(v_mfma_f32_\S+ \S+) v\[\d+:\d+\], (v\[\d+:\d+\])", r"\1 \2, \2", 8),
-    "exp2 became log2": (r"v_exp_f32", "v_log_f32", 12),
-    "the halves of a BF16 pair change places": (r"(v_cvt_pk_bf16_f32 \S+) (v\d+), (v\d+)", r"\1 \3, \2", 5),
+FAULTS = COMMON_FAULTS | {
     "a transposed read one chunk further": (
         r"(ds_read_b64_tr_b16 .* offset:)(\d+)$",
         lambda m: rf"\g<1>{int(m[2]) + 1088}",

@@ -180,11 +180,13 @@ def changed(pattern: str, replacement, nth: int):
     return patch
 
 
-FAULTS = {
+COMMON_FAULTS = {
     "an MFMA reads other registers": (r"(v_mfma_f32_\S+ \S+) v\[\d+:\d+\], (v\[\d+:\d+\])", r"\1 \2, \2", 8),
-    "an MFMA drops its sum": (r"(v_mfma_f32_.*), [va]\[\d+:\d+\]$", r"\1, 0", 20),
     "exp2 became log2": (r"v_exp_f32", "v_log_f32", 12),
     "the halves of a BF16 pair change places": (r"(v_cvt_pk_bf16_f32 \S+) (v\d+), (v\d+)", r"\1 \3, \2", 5),
+}
+FAULTS = COMMON_FAULTS | {
+    "an MFMA drops its sum": (r"(v_mfma_f32_.*), [va]\[\d+:\d+\]$", r"\1, 0", 20),
     "a transposed read one row further": (
         r"(ds_read_b64_tr_b16 .* offset:)(\d+)$",
         lambda m: rf"\g<1>{int(m[2]) + 256}",

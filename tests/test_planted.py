@@ -1,7 +1,7 @@
 """A config that hangs, one that faults and one that is wrong cost themselves and nothing else in a tuning run."""
 
 import pytest
-from fake_landscape import DEFAULT, FakeFarm, make_tools
+from fake_landscape import DEFAULT, FakeFarm, Silent, make_tools
 from planted import PLANTED, OnCpu, on_gpu
 
 from zyfa.device import current_device, device_of_sku
@@ -20,20 +20,6 @@ TOOLS = Toolchain("hash", "3.7.1", "2.13", "580")
 LIMIT_S = 4.0
 
 
-class Silent:
-    def __init__(self):
-        self.trials = []
-
-    def trial(self, run, config, result):
-        self.trials.append((config, result))
-
-    def state(self, run):
-        pass
-
-    def tick(self):
-        pass
-
-
 def campaign(path, device, cells, effort, tools, make):
     """Tunes with planted configs among the seeds; returns (runs, trials shown, whether the worker was replaced)."""
     setup = Setup("measure", TOOLS, effort, lookahead=6)
@@ -43,7 +29,7 @@ def campaign(path, device, cells, effort, tools, make):
             runs = Coordinator(cells, setup, tools, store, display, pool=pool).run()
     finally:
         pool.close()
-    return runs, display.trials
+    return runs, [(config, result) for _, config, result in display.trials]
 
 
 def check(path, runs, trials):
@@ -85,12 +71,7 @@ def test_planted_configs_on_a_gpu(tmp_path, monkeypatch):
     path = tmp_path / "db.sqlite"
     with CompileFarm(device.arch, 4, share_head_groups=False) as farm:
         tools = make_tools(farm)._replace(
-            space=lambda key: Space(
-                key,
-                lambda trial: space.suggest(trial, key, device.arch),
-                lambda config: space.broken_rule(config, key, device.arch),
-                lambda: space.candidates(key, device.arch),
-            ),
+            space=lambda key: Space.of(key, device.arch),
             seeds=lambda key: [space.seeds(key, device.arch)[0], *PLANTED],
             gate=lambda facts, key, config: None if config in PLANTED else gate(facts, key, config, device.arch),
             predict=None,

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_landscape import FakeBuild, FakeFacts, FakeFarm, make_tools, time_of
-from test_coordinator import MEASURE, Silent
+from fake_landscape import FakeBuild, FakeFacts, FakeFarm, Silent, make_tools, time_of
+from test_coordinator import MEASURE
 
 from zyfa.device import device_of_sku
 from zyfa.tuner import coordinator

@@ -108,7 +108,7 @@ def split_cells(run: Run, cells: Sequence[CellRun]) -> tuple[list[PlannedCell], 
     """
     probed = [(cell, probes(cell.planned, run.options.seed)) for cell in cells if cell.winner and not cell.known]
     plans = [Plan(key, cell.winner[0], "cell") for cell, keys in probed for key in keys if cell.winner]
-    left = iter(_audit(run).run(plans, run.stop.requested))
+    left = iter(_audit(run).run(plans, run.stop.requested) if plans else ())
     halves, better = [], {}
     for cell, keys in probed:
         found = list(itertools.islice(left, len(keys)))

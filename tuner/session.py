@@ -200,12 +200,7 @@ def _axis(options: Options, device: Device, store: Store | None, method: str, gp
 def _tools(device: Device, method: str, farm: LazyFarm, axis: RecipeAxis) -> Tools:
     arch, priced = device.arch, model.DEVICES.get(device.sku)
     return Tools(
-        space=lambda key: Space(
-            key,
-            lambda trial: space.suggest(trial, key, arch, axis.searched(key)),
-            lambda config: space.broken_rule(config, key, arch),
-            lambda: space.candidates(key, arch, axis.searched(key)),
-        ),
+        space=lambda key: Space.of(key, arch, axis.searched(key)),
         seeds=lambda key: space.seeds(key, arch, axis.searched(key), tiles=FRONT_TILES if axis.front else 1),
         compile=farm.submit,
         gate=lambda facts, key, config: gate(facts, key, config, arch),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zyfa.archs import ARCHS, Arch, default_config
 from zyfa.config import AttentionConfig, AttentionKey, octave
 from zyfa.device import TARGETS
-from zyfa.grid_fill import MIN_SHARE, grid_heads, programs, query_blocks
+from zyfa.grid_fill import MIN_SHARE, programs
 from zyfa.limits import broken_limit, knows_gluon, knows_sched_strategy, lds_bytes
 from zyfa.recipes import PRESETS, RECIPES
 
@@ -182,7 +182,7 @@ def _own_heads(config: AttentionConfig, key: AttentionKey, arch: Arch) -> bool:
 def _leaves_units(key: AttentionKey, arch: str) -> bool:
     """Whether blocks of 128 rows leave a quarter of the units idle, and there are keys to split."""
     tile = AttentionConfig(128, 64, 4, 1)
-    return 4 * query_blocks(key, tile) * grid_heads(key, tile) < 3 * UNITS[arch] and key.seqlen_k >= 2 * MIN_SHARE
+    return 4 * programs(key, tile) < 3 * UNITS[arch] and key.seqlen_k >= 2 * MIN_SHARE
 
 
 RULES = (

@@ -15,6 +15,7 @@ import optuna
 from zyfa.config import AttentionConfig, AttentionKey
 
 from . import samplers
+from .space import FP8_RECIPES, broken_rule, candidates, suggest
 from .surrogate import Observation, Surrogate
 
 MAX_ASKS = 16  # of TPE for one new config, before a neighbour of the last one is taken
@@ -35,6 +36,16 @@ class Space:
     suggest: Callable[[optuna.Trial], AttentionConfig]
     broken_rule: Callable[[AttentionConfig], str | None]
     candidates: Callable[[], Sequence[AttentionConfig]]  # every legal config
+
+    @classmethod
+    def of(cls, key: AttentionKey, arch: str, recipes: tuple[str, ...] = FP8_RECIPES) -> "Space":
+        """What space.py lets a key choose from on an architecture; recipes: of FP8."""
+        return cls(
+            key,
+            lambda trial: suggest(trial, key, arch, recipes),
+            lambda config: broken_rule(config, key, arch),
+            lambda: candidates(key, arch, recipes),
+        )
 
 
 class CellStudy:

@@ -130,7 +130,7 @@ class Worker:
         self._closed = False
         self.usage = Usage()
 
-    def run(self, job: Job, limit_s: float, killed_before: int = 0) -> list[Result]:
+    def run(self, job: Job, limit_s: float) -> list[Result]:
         """The results of a job, each "timed_out" or "crashed" if the process had to be killed or died.
 
         Who is killed by SIGKILL did not crash: a person or the system wanted memory back. The job is run again, at most
@@ -139,12 +139,12 @@ class Worker:
         self._ensure_started()
         begun = time.monotonic()
         try:
-            return self._run(job, limit_s, killed_before)
+            return self._run(job, limit_s)
         finally:
             first = self.usage.first or begun
             self.usage = Usage(self.usage.jobs + 1, first, self.usage.busy_s + time.monotonic() - begun)
 
-    def _run(self, job: Job, limit_s: float, killed_before: int) -> list[Result]:
+    def _run(self, job: Job, limit_s: float, killed_before: int = 0) -> list[Result]:
         try:
             self._conn.send(job)
             if not self._conn.poll(limit_s):

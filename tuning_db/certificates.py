@@ -112,9 +112,11 @@ def stored_in(conn: sqlite3.Connection) -> dict[Licence, Stored]:
 
 def certificates(store: "Store", toolchain: Toolchain, trust: str) -> list[Certificate]:
     """The certificates that a toolchain has earned with a trust."""
+    with store._turn:
+        found = stored_in(store._db.conn)
     return [
         Certificate(*licence[2:], {name: tuple(x) for name, x in json.loads(stored.errors).items()})
-        for licence, stored in stored_in(store._db.conn).items()
+        for licence, stored in found.items()
         if licence[:2] == (toolchain, trust)
     ]
 
