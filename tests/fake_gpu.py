@@ -92,6 +92,7 @@ class FakeDriver:
 
     def __init__(self):
         self.launches: list[tuple] = []  # (grid, block, shared, stream, function, [bytes of each parameter])
+        self.attributes: list[list[tuple[int, int]]] = []  # of each launch: ids of CUlaunchAttribute and their values
         self.sizes: dict[int, list[int]] = {}  # function -> bytes of each parameter
         self.encoded: list[tuple] = []
         self.status: list[int] = []  # to be returned by the next launches and moves of maps
@@ -105,7 +106,9 @@ class FakeDriver:
         if self.status and (status := self.status.pop(0)):
             return status
         c, sizes = config_pointer._obj, self.sizes[function.value]
-        assert len(parameters) == len(sizes) and (c.attributes, c.num_attributes) == (None, 0)
+        assert len(parameters) == len(sizes)
+        attributes = ctypes.cast(c.attributes, ctypes.POINTER(ctypes.c_uint * 18))  # an id, padding, 64 bytes of value
+        self.attributes.append([(attributes[i][0], attributes[i][2]) for i in range(c.num_attributes)])
         values = [ctypes.string_at(pointer, size) for pointer, size in zip(parameters, sizes, strict=True)]
         grid, block = (c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z)
         self.launches.append((grid, block, c.shared, c.stream, function.value, values))

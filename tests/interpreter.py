@@ -17,6 +17,7 @@ What is repaired, in Triton 3.6 to 3.9 (test_interpreter.py shows both sides):
   Beyond the largest value torch gives NaN (E4M3) or infinity (E5M2), so that a missing clamp shows.
 - tl.dot and arithmetic on BF16 and FP8 work on the bit patterns: they are computed in fp32 and rounded once.
 - tl.maximum, tl.minimum and tl.clamp hand NaN on (to Triton 3.7) where GPUs return the other operand.
+- the waits of a programmatic dependent launch, which are inline assembly, do nothing.
 - the FP8 formats of gfx942 (E4M3 and E5M2 fnuz) are unknown as target of a cast.
 """
 
@@ -169,6 +170,8 @@ def repair() -> None:
             return clamp_all(self, x, lo, hi, propagate_nan)
         return self.create_minnumf(self.create_maxnumf(x, lo), hi)
 
+    # launches run one after the other here
+    tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
     interpreter._convert_float = convert_float
     interpreter._patch_lang_core = patch_lang_core
     builder.create_dot = create_dot

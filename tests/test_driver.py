@@ -107,6 +107,21 @@ def test_parameters_are_what_the_kernel_reads(cuda, record):
                 assert int.from_bytes(got[:8], "little", signed=True) == want
 
 
+def test_all_launches_but_the_first_may_start_early(cuda):
+    """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h; what runs before the first one never waits."""
+    launches, _ = record = recorded("fp8", True)
+    assert len(launches) == 3 and all("griddepcontrol.wait" in launch.compiled.asm["ptx"] for launch in launches)
+    plan_of(cuda, record).run([256, 512, 768, 1024], 1 << 40)
+    assert cuda.attributes == [[], [(6, 1)], [(6, 1)]]
+
+
+def test_a_call_of_one_launch_waits_for_nothing(cuda):
+    ((compiled, *_),), _ = record = recorded("bf16", True)
+    assert "griddepcontrol" not in compiled.asm["ptx"]
+    plan_of(cuda, record).run([256, 512, 768, 1024], 1 << 40)
+    assert cuda.attributes == [[]]
+
+
 def test_temporaries_lie_apart_in_the_workspace(cuda):
     launches, _ = record = recorded("fp8", True)
     plan = plan_of(cuda, record)
@@ -204,7 +219,7 @@ def test_where_the_kernel_reads_other_parameters_triton_launches(cuda, record, m
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}, {"launch_cooperative_grid": True}],
+    [{"num_ctas": 2}, {"global_scratch_size": 8}, {"launch_cooperative_grid": True}],
     ids=str,
 )
 def test_what_only_tritons_launcher_does_is_left_to_it(cuda, record, change, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from helpers import make_qkv
 
 from zyfa.recipes import PRESETS, RECIPES, p_offset
-from zyfa.reference import attention_ref, emulate, hadamard, relative_error, smooth
+from zyfa.reference import attention_ref, emulate, hadamard, relative_error, smooth, turned
 from zyfa.tuner.inputs import CHECKOUT_ACTIVATIONS, load_activations
 from zyfa.tuner.space import FP8_RECIPES, MAX_RECIPE_ERROR
 
@@ -66,7 +66,23 @@ def test_smoothing_changes_no_logit_but_by_one_number_a_row(name):
     removed = q @ k.repeat_interleave(2, 1).transpose(-1, -2) - logits
     spread = (removed - removed.mean(-1, keepdim=True)).abs().max()
     scale = logits.abs().max()
-    assert spread < (0.01 if RECIPES[name].hadamard else 1e-5) * scale  # the rotation rounds to bf16
+    assert spread < 1e-5 * scale
+
+
+@pytest.mark.parametrize("width, of_q", [(64, 8), (128, 8), (256, 16)])
+def test_the_equaliser_is_exact_in_16_bits_and_nearest_in_ratio(width, of_q):
+    """Its factors, read off the products of unit vectors: powers of two, of Q the nearest to s / of_q."""
+    s, eye = torch.exp2(torch.linspace(-9.9, 9.9, width)), torch.eye(width)[None, None]
+    h = hadamard(width).sign()
+    t_q, t_k = ((m[0, 0] @ h / width).diagonal() for m in turned(eye, eye, s[None, None]))
+    for t in (t_q, t_k):
+        assert torch.equal(t.bfloat16().float(), t) and torch.equal(t.half().float(), t) and (t.frexp()[0] == 0.5).all()
+    assert torch.equal(t_q * t_k, torch.full([width], 1 / width))
+    assert (t_q * of_q / s).log2().abs().max() <= 0.5 + 1e-5
+
+
+def test_equalising_goes_with_the_rotation():
+    assert all(r.hadamard for r in RECIPES.values() if r.equalise)
 
 
 def test_p_stays_in_range_of_its_format():

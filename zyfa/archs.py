@@ -24,14 +24,15 @@ class Arch:
     # The FP8 matrix unit keeps fewer bits of a sum than fp32: sums over tiles must leave it. On an H200, 128k keys with
     # V of mean 1 gave 57 % error in one long sum (5 % at 4k), and it cost 3-6 % of the time at 8k to leave it.
     short_fp8_sum: bool
+    overlaps: bool  # a launch may start while the one before ends: programmatic dependent launch
 
 
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        Arch("gfx950", "amd", 64, 160 * 1024, 512, "e4m3fn", v_k_major=False, short_fp8_sum=False),
-        Arch("gfx942", "amd", 64, 64 * 1024, 512, "e4m3fnuz", v_k_major=False, short_fp8_sum=False),
-        Arch("sm90", "nvidia", 32, 227 * 1024, 255, "e4m3fn", v_k_major=True, short_fp8_sum=True),
+        Arch("gfx950", "amd", 64, 160 * 1024, 512, "e4m3fn", v_k_major=False, short_fp8_sum=False, overlaps=False),
+        Arch("gfx942", "amd", 64, 64 * 1024, 512, "e4m3fnuz", v_k_major=False, short_fp8_sum=False, overlaps=False),
+        Arch("sm90", "nvidia", 32, 227 * 1024, 255, "e4m3fn", v_k_major=True, short_fp8_sum=True, overlaps=True),
     )
 }
 

@@ -29,8 +29,9 @@ class Recipe:
     k_mean: K minus its mean over the tokens. Exact: it moves all logits of a row alike, which the softmax ignores.
     q_mean: Q minus its mean over the tokens of the head; the logits that this takes away, one number per head and key,
     are added back exactly.
-    equalise: channel c of Q times s_c and of K by s_c, s_c = sqrt(rms k_c / rms q_c), so that both use their range.
     hadamard: Q and K times one orthogonal +-1 matrix, which spreads outlier channels over all and cancels in Q K^T.
+    equalise: before that, channel c of Q times s_c and of K over s_c, s_c the power of two nearest to
+    sqrt(rms k_c / rms q_c), so that both use their range. With hadamard only: both are one product, without rounding.
     p_offset: P is kept as 2**p_offset times its value. It rides in the exponent of exp2, so numerator and row sum
     carry it alike and it cancels; 8 keeps P <= 256 under e4m3's maximum of 448.
 
@@ -75,16 +76,16 @@ def _all() -> tuple[Recipe, ...]:
         Recipe("block", 0.576),
         Recipe("row", 0.482, granularity="row"),
         Recipe("mx", 0.643, granularity="mx"),
-        k("block-kmean", 0.103),
-        k("block-kmean-hadamard", 0.497, hadamard=True),
-        k("block-kmean-equalise-hadamard", 0.056, equalise=True, hadamard=True),
+        k("block-kmean", 0.102),
+        k("block-kmean-hadamard", 0.508, hadamard=True),
+        k("block-kmean-equalise-hadamard", 0.060, equalise=True, hadamard=True),
         kq("block-kmean-qmean", 0.046),
-        kq("block-kmean-qmean-hadamard", 0.163, hadamard=True),
-        kq("block-kmean-qmean-equalise-hadamard", 0.042, equalise=True, hadamard=True),
-        kq("row-kmean-qmean-equalise-hadamard", 0.039, granularity="row", equalise=True, hadamard=True),
-        kq("mx-kmean-qmean-equalise-hadamard", 0.039, granularity="mx", equalise=True, hadamard=True),
-        k("int8-kmean", 0.279, qk="int8"),
-        k("int8-kmean-hadamard", 0.111, qk="int8", hadamard=True),
+        kq("block-kmean-qmean-hadamard", 0.171, hadamard=True),
+        kq("block-kmean-qmean-equalise-hadamard", 0.041, equalise=True, hadamard=True),
+        kq("row-kmean-qmean-equalise-hadamard", 0.040, granularity="row", equalise=True, hadamard=True),
+        kq("mx-kmean-qmean-equalise-hadamard", 0.044, granularity="mx", equalise=True, hadamard=True),
+        k("int8-kmean", 0.278, qk="int8"),
+        k("int8-kmean-hadamard", 0.119, qk="int8", hadamard=True),
         int8("int8-kmean-equalise-hadamard", 0.029),
         int8("int8-row-kmean-equalise-hadamard", 0.027, granularity="row"),
         int8("int8-kmean-equalise-hadamard-vhead", 0.029, v_granularity="head"),

@@ -85,6 +85,27 @@ def hadamard(width: int, device=None) -> torch.Tensor:
     return h * width**-0.5
 
 
+def _equaliser(q, k, group: int) -> torch.Tensor:
+    """s (batch, nheads_k, width) = sqrt(rms k / rms q) of each channel, of K about its mean."""
+    k_square = (k - k.mean(2, keepdim=True)).pow(2).mean(2)
+    q_square = q.pow(2).mean(2).unflatten(1, (-1, group)).mean(2)
+    return (k_square / q_square.clamp_min(1e-20)).sqrt().sqrt().clamp(2.0**-10, 2.0**10)
+
+
+def turned(q, k, s):
+    """(Q, K), their channels times s and over it (None: 1), times a Hadamard matrix: Q K^T stays as it is.
+
+    s (batch, nheads_k, width) is rounded to the nearest power of two, over about sqrt(width) in Q: exact in every dtype.
+    """
+    width = 1 << (q.shape[3] - 1).bit_length()
+    s = torch.ones_like(k[:, :, 0]) if s is None else s
+    t = torch.exp2(s.log2().round() - (width.bit_length() - 1) // 2)[:, :, None]
+    q, k = q * t.repeat_interleave(q.shape[1] // k.shape[1], 1), k / (t * width)
+    h = hadamard(width, q.device).sign()
+    q, k = (torch.nn.functional.pad(x, (0, width - x.shape[3])) @ h for x in (q, k))
+    return q, k
+
+
 def smooth(q, k, recipe: Recipe):
     """(q, k, q_mean, k): Q and K as they are rounded, the mean that Q lost and the centred K that it multiplies.
 
@@ -98,18 +119,8 @@ def smooth(q, k, recipe: Recipe):
     if recipe.q_mean:
         q_mean = q.mean(2, keepdim=True)
         q = q - q_mean
-    if recipe.equalise:
-        k_square = (k - k.mean(2, keepdim=True)).pow(2).mean(2)
-        q_square = q.pow(2).mean(2).unflatten(1, (-1, group)).mean(2)
-        s = (k_square / q_square.clamp_min(1e-20)).sqrt().sqrt().clamp(2.0**-10, 2.0**10)[:, :, None]
-        q, k = q * s.repeat_interleave(group, 1), k / s
     if recipe.hadamard:
-        width = 1 << (q.shape[3] - 1).bit_length()
-        h = hadamard(width, q.device) * width**0.5
-        pad = (0, width - q.shape[3])
-        q, k = (
-            (torch.nn.functional.pad(x, pad).bfloat16().float() @ h.bfloat16().float()) * width**-0.5 for x in (q, k)
-        )
+        q, k = turned(q, k, _equaliser(q, k, group) if recipe.equalise else None)
     return q, k, q_mean, centred
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 # search may choose them: no stored row is theirs, and a new hash makes every shipped row stale.
 _SOURCES = (
     "attn_fwd.py", "attn_gluon.py", "gluon_ring.py", "gluon_softmax.py", "merge.py", "quantize.py", "rows.py",
-    "scales.py",
+    "scales.py", "statistics.py",
 )  # fmt: skip
 _IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING}
 _LINE_STARTS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

@@ -8,7 +8,7 @@ never visited.
 import triton
 import triton.language as tl
 
-from .rows import key_scales, poison, row_ptrs, row_scales, rows_of, share, store, tile_on_die
+from .rows import key_scales, poison, row_at, row_ptrs, row_scales, rows_of, sequence, share, store, take_over, tile_on_die
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -37,23 +37,6 @@ def _tile_of(pid, num_m_blocks, batch_heads, HEAD_GROUP: tl.constexpr, LONGEST_F
     if LONGEST_FIRST:
         m = num_m_blocks - 1 - m
     return m, bh
-
-
-@triton.jit
-def _sequence(b, cu_seqlens, seqlen, VARLEN: tl.constexpr, QUANTISED: tl.constexpr, QUANT_ROWS: tl.constexpr):
-    """(first row in the tensor, first row in the LSE, length) of a sequence.
-
-    Quantised varlen buffers start every sequence on a multiple of QUANT_ROWS rows: ceil(start / QUANT_ROWS) + b
-    blocks in, which leaves room for every earlier sequence without a prefix sum.
-    """
-    if VARLEN:
-        first = tl.load(cu_seqlens + b)
-        seqlen = tl.load(cu_seqlens + b + 1) - first
-        row = first
-        if QUANTISED:
-            row = ((first + QUANT_ROWS - 1) // QUANT_ROWS + b) * QUANT_ROWS
-        return row, first, seqlen
-    return seqlen * 0, seqlen * 0, seqlen
 
 
 @triton.jit
@@ -104,11 +87,7 @@ def _head_tiles(
         else:
             row += h * stride_h
     else:
-        tiles = X + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
-        if TRANSPOSED:
-            tiles += first
-        else:
-            tiles += tl.cast(first, tl.int64) * stride_n
+        tiles = row_at(X, b, h, first, stride_b, 1 if TRANSPOSED else stride_n, stride_h)
     return tiles, row, col
 
 
@@ -262,13 +241,14 @@ def attn_fwd(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LONGEST_FIRST: tl.constexpr, HEAD_GROUP: tl.constexpr, ASYNC_COPY: tl.constexpr,
-    SPLITS: tl.constexpr, PACK_GQA: tl.constexpr, XCDS: tl.constexpr,
+    SPLITS: tl.constexpr, PACK_GQA: tl.constexpr, XCDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block of BLOCK_M query rows of one head. ASYNC_COPY is read by nobody: it keeps two builds apart.
 
     PACK_GQA: the rows are those of all heads of one KV head, and batch_heads counts KV heads. SPLITS > 1: only a share
     of the keys; O and LSE are those of merge_splits, with one more axis in front, and the LSE is in base 2.
     """
+    take_over(OVERLAP)
     pid = tl.program_id(0)
     if XCDS:
         pid = tile_on_die(pid, tl.num_programs(0), XCDS)
@@ -287,9 +267,9 @@ def attn_fwd(
     max_q, max_k = seqlen_q, seqlen_k
     QK_QUANTISED: tl.constexpr = QK_SCALES != "none"
     V_QUANTISED: tl.constexpr = V_SCALES != "none"
-    q_first, lse_first, seqlen_q = _sequence(b, cu_seqlens_q, seqlen_q, VARLEN, QK_QUANTISED, QUANT_ROWS)
-    k_first, _, _ = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, QK_QUANTISED, QUANT_ROWS)
-    v_first, _, seqlen_k = _sequence(b, cu_seqlens_k, seqlen_k, VARLEN, V_QUANTISED, QUANT_ROWS)
+    q_first, lse_first, seqlen_q = sequence(b, cu_seqlens_q, seqlen_q, VARLEN, QK_QUANTISED, QUANT_ROWS)
+    k_first, _, _ = sequence(b, cu_seqlens_k, seqlen_k, VARLEN, QK_QUANTISED, QUANT_ROWS)
+    v_first, _, seqlen_k = sequence(b, cu_seqlens_k, seqlen_k, VARLEN, V_QUANTISED, QUANT_ROWS)
     if m * BLOCK_M >= (seqlen_q * group if PACK_GQA else seqlen_q):
         return
     if VARLEN and m == num_m_blocks - 1:

@@ -43,6 +43,7 @@ from .gluon_softmax import (
     _unpack,
     _weights,
 )
+from .rows import take_over
 
 LN2 = gl.constexpr(0.6931471805599453)
 MIN_LOGIT_SCALE = gl.constexpr(1e-30)
@@ -371,6 +372,7 @@ def attn_gluon(
         )
     rings = ((q_smem, q_full, q_empty), _ring(K, c.STAGES, c.CONSUMERS), _ring(V, c.STAGES, c.CONSUMERS), sums)
     fence_async_shared()
+    take_over(c.OVERLAP)
     sizes = (batch_heads, nheads, group, seqlen_q, seqlen_k, num_m_blocks, window_left, window_right)
     out = (O, LSE, row_shift, stride_ob, stride_om, stride_oh, stride_row_shift, stride_lse)
     scales = (qk_scale,)

@@ -31,6 +31,7 @@ _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 _MAP_BYTES = 128
 _L2_PROMOTION = 2  # of 128 bytes, as Triton's launchers ask for
 _INVALID_CONTEXT = 201
+_STREAM_SERIALISATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NOWHERE = -1
 
 Place = tuple[int | None, int]  # (index of an input, 0), or (None, offset in the workspace)
@@ -43,6 +44,12 @@ class _LaunchConfig(ctypes.Structure):
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
         ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
     )  # fmt: skip
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: an id, padding, and a union of 64 bytes, of which one int is used here."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
 
 class Driver(NamedTuple):
@@ -105,7 +112,7 @@ class Packed:
         self._index = {p: inputs + i for i, p in enumerate(parts)} | {(i, 0): i for i in range(inputs)}
         self._cells = (ctypes.c_uint64 * max(1, len(self._index)))()
         self._write = struct.Struct(f"{inputs}Q").pack_into
-        self._launches = [self._packed(launch) for launch in launches]
+        self._launches = [self._packed(launch, i > 0) for i, launch in enumerate(launches)]
         self._at = [_NOWHERE] * len(self._maps)  # where each tensor map points
         self._base = self._stream = _NOWHERE
         self._context = ctypes.c_void_p()
@@ -149,10 +156,14 @@ class Packed:
             self._driver.name(status, ctypes.byref(text))
             raise RuntimeError(f"CUDA error {status} in a replayed launch: {(text.value or b'').decode()}")
 
-    def _packed(self, launch) -> _Launch:
+    def _packed(self, launch, follows: bool) -> _Launch:
+        """follows: another launch of the plan, which this one may overlap if its kernel waits (rows.take_over).
+
+        The first one overlaps nothing: what runs before it is not ours.
+        """
         compiled, grid, args = launch
         metadata = compiled.metadata
-        plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.launch_pdl)
+        plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
         if metadata.target.backend != "cuda" or not plain or not math.prod(grid):
             raise _Unpackable
         if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -162,6 +173,10 @@ class Packed:
             raise _Unpackable
         num_warps, _, shared = compiled.packed_metadata
         config = _LaunchConfig(*grid, 32 * num_warps, 1, 1, shared)
+        if follows and metadata.launch_pdl:
+            early = _LaunchAttribute(_STREAM_SERIALISATION, 0, 1)
+            config.attributes, config.num_attributes = ctypes.addressof(early), 1
+            values.append(early)
         parameters = (ctypes.c_void_p * len(pointers))(*pointers)
         return _Launch(ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters, config, values, compiled)
 

@@ -36,6 +36,7 @@ class Options(NamedTuple):
     HEAD_GROUP: int
     REGISTERS: int
     Q_IN_REGISTERS: bool
+    OVERLAP: bool  # of quantisers before it
 
 
 @gluon.constexpr_function

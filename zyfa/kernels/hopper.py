@@ -10,7 +10,7 @@ from ..recipes import QUANT_ROWS
 from .attn_gluon import attn_gluon
 from .gluon_ring import Options
 from .operands import Operands, Shape, strides_of
-from .replay import Compiler, Recorder
+from .replay import Compiler, Recorder, ahead
 
 ROWS = 64  # of one consumer, which has four warps
 WARPS = 4
@@ -65,6 +65,7 @@ def start(
         shape.rows8_q, shape.total_q, shape.batch * shape.nheads, shape.nheads, shape.nheads // shape.nheads_k,
         shape.seqlen_q, shape.seqlen_k, num_m_blocks, left, right,
     )  # fmt: skip
+    overlap = ahead(ops.v_quantised)  # else nothing of ours runs before
     options = Options(
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_LSE=lse is not None, QK_QUANTISED=ops.qk_quantised,
         V_QUANTISED=ops.v_quantised, QK_BLOCKS=ops.qk_scales == "block", V_BLOCKS=ops.v_scales == "block",
@@ -73,11 +74,11 @@ def start(
         STAGED=stages_output(config.num_warps, shape.block_dv),
         BLOCK_DV=shape.block_dv, BLOCK_N=config.BLOCK_N, CONSUMERS=consumers, STAGES=config.num_stages,
         PING_PONG=config.ping_pong, LONGEST_FIRST=config.longest_first and right >= 0, HEAD_GROUP=config.head_group,
-        REGISTERS=REGISTERS[consumers],
+        REGISTERS=REGISTERS[consumers], OVERLAP=overlap.pop("OVERLAP"),
         Q_IN_REGISTERS=shape.block_d <= 64 or (ops.qk_quantised and consumers == 1),
     )  # fmt: skip
     programs = min(num_m_blocks * shape.batch * shape.nheads, _resident(out.device, consumers))
-    constants = {"c": options, "num_warps": WARPS, "maxnreg": ENTRY_REGISTERS[consumers]}
+    constants = {"c": options, "num_warps": WARPS, "maxnreg": ENTRY_REGISTERS[consumers]} | overlap
     return launcher.start(attn_gluon, (programs,), args, constants)
 
 

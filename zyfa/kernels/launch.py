@@ -12,7 +12,7 @@ from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
 from .merge import merge_splits
 from .operands import Operands, Quantiser, Shape, as_descriptors, plain, shape_of, strides_of
-from .replay import Compiler, Plan, Recorder, distinct
+from .replay import Compiler, Plan, Recorder, ahead, distinct
 
 LOG2E = 1.4426950408889634
 MERGED_VALUES = 2048  # of each part that a program of merge_splits holds: 16 rows of 128
@@ -60,7 +60,7 @@ def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch,
         "LONGEST_FIRST": config.longest_first and right >= 0, "HEAD_GROUP": config.head_group,
         "ASYNC_COPY": config.async_copy, "SPLITS": config.splits, "PACK_GQA": _packs(config, shape),
         "XCDS": config.xcds,
-    }  # fmt: skip
+    } | ahead(arch.overlaps and (ops.v_quantised or config.splits > 1))  # fmt: skip
 
 
 def prepare_operands(
@@ -198,7 +198,7 @@ def _start(
     with _async_copy(config):
         started = launcher.start(attn_fwd, (num_m_blocks * batch_heads * config.splits,), args, constants)
     if config.splits > 1:
-        _merge(launcher, shape, config.splits, to, to_lse, out, lse, cu_seqlens_q)
+        _merge(launcher, facts, shape, config.splits, to, to_lse, out, lse, cu_seqlens_q)
     return started
 
 
@@ -215,7 +215,9 @@ def _parts(shape: Shape, splits: int, out: torch.Tensor):
     return parts, sums, (0 if shape.varlen else shape.nheads * rows * width, width, rows * width)
 
 
-def _merge(launcher: Compiler | Recorder, shape: Shape, splits: int, parts, sums, out, lse, cu_seqlens_q) -> None:
+def _merge(
+    launcher: Compiler | Recorder, arch: Arch, shape: Shape, splits: int, parts, sums, out, lse, cu_seqlens_q
+) -> None:
     """Start what makes the output of the parts."""
     rows = MERGED_VALUES // shape.block_dv
     programs_of_head = -(-shape.total_q // rows)
@@ -223,7 +225,7 @@ def _merge(launcher: Compiler | Recorder, shape: Shape, splits: int, parts, sums
     constants = {
         "SPLITS": splits, "VARLEN": shape.varlen, "HAS_LSE": lse is not None,
         "HEAD_DIM_V": shape.head_dim_v, "BLOCK_DV": shape.block_dv, "ROWS": rows, "num_warps": 4,
-    }  # fmt: skip
+    } | ahead(arch.overlaps)  # fmt: skip
     launcher.start(merge_splits, (programs_of_head * parts.shape[1],), (*args, shape.total_q), constants)
 
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .rows import take_over
+
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -11,13 +13,14 @@ def merge_splits(
     Parts, Sums, O, LSE, cu_seqlens_q,  # Parts, Sums: fp32 (splits, heads, rows, HEAD_DIM_V), (splits, heads, rows)
     stride_ob, stride_om, stride_oh, programs_of_head, nheads, batch, rows,
     SPLITS: tl.constexpr, VARLEN: tl.constexpr, HAS_LSE: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one head: the parts weighted with 2 ** (their base-2 log-sum-exp less the row's largest one).
 
     A part without keys has weight 0, a row without any gives 0 and -inf, NaN stays NaN. Rows of no sequence stay as
     they are; with VARLEN the batch axis is folded into the rows.
     """
+    take_over(OVERLAP)
     pid = tl.program_id(0)
     bh = pid // programs_of_head
     offs_n = pid % programs_of_head * ROWS + tl.arange(0, ROWS)

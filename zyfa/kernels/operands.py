@@ -8,8 +8,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..archs import Arch
 from ..config import AttentionConfig, octave
 from ..recipes import FP8_MAX, INT8_MAX, MX_GROUP, QUANT_ROWS, Recipe, p_offset
-from .quantize import channel_amax, chunk_amax, column_sums, quantize
-from .replay import Compiler, Recorder
+from .quantize import quantize
+from .replay import Compiler, Recorder, ahead
+from .statistics import channel_amax, chunk_amax, column_sums
 
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 # Chunks of a head in a first pass, few or many: every program of quantize reads the results of its head's chunks again,
@@ -45,7 +46,7 @@ class Shape(NamedTuple):
 
     @property
     def rows8_q(self) -> int:
-        """Rows of one head in a padded buffer; see attn_fwd._sequence for varlen."""
+        """Rows of one head in a padded buffer; see rows.sequence for varlen."""
         return self._rows8(self.total_q, self.seqlen_q)
 
     @property
@@ -197,14 +198,13 @@ class Quantiser(NamedTuple):
             return (None, None, None), {}
         heads_q, heads_k = shape.batch * shape.nheads, shape.batch * shape.nheads_k
         blocks = (shape.blocks_q, shape.blocks_k)
-        parts_q, parts_k = chunks_of((heads_q * of_qk, blocks[0]), (heads_k * (of_qk + of_v), blocks[1]))
-        counts = [heads_q * parts_q * of_qk, heads_k * parts_k * of_qk, heads_k * parts_k * of_v]
+        chunks = max(chunks_of((heads_q * of_qk, blocks[0]), (heads_k * (of_qk + of_v), blocks[1])))
+        counts = [heads_q * chunks * of_qk, heads_k * chunks * of_qk, heads_k * chunks * of_v]
         amax = self._empty(sum(counts), like=q).split(counts)
         args = (q, k, v, *amax, self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
         args += (*counts[:2], shape.nheads, shape.nheads_k, *blocks, shape.seqlen_q, shape.seqlen_k)
-        named = {"CHUNKS_Q": parts_q, "CHUNKS_K": parts_k}
-        self.launcher.start(chunk_amax, (sum(counts),), args, common | named)
-        return amax, (named if of_qk else {}) | {"CHUNKS_V": parts_k}
+        self.launcher.start(chunk_amax, (sum(counts),), args, common | self._registers() | {"CHUNKS": chunks})
+        return amax, {"CHUNKS_QK": chunks, "CHUNKS_V": chunks}
 
     def _channels(self, v, common) -> tuple[torch.Tensor, int]:
         """(maxima of V's channels, chunks)."""
@@ -214,7 +214,7 @@ class Quantiser(NamedTuple):
         v_amax = self._empty(heads * chunks * shape.block_dv, like=v)
         args = (v, v_amax, self.cu_seqlens_k, *strides_of(v), shape.nheads_k, shape.blocks_k, shape.seqlen_k)
         constants = {n: c for n, c in common.items() if n not in ("HEAD_DIM", "BLOCK_D")} | {"CHUNKS_V": chunks}
-        self.launcher.start(channel_amax, (heads * chunks,), args, constants)
+        self.launcher.start(channel_amax, (heads * chunks,), args, constants | self._registers())
         return v_amax, chunks
 
     def _statistics(self, q, k, common) -> tuple[tuple, dict]:
@@ -234,7 +234,7 @@ class Quantiser(NamedTuple):
         args += (counts[0], span, shape.nheads, shape.nheads_k, shape.blocks_q, shape.blocks_k)
         chunks = {"CHUNKS_Q": chunks_q, "CHUNKS_K": chunks_k}
         constants = {n: v for n, v in common.items() if n not in ("HEAD_DIM_V", "BLOCK_DV")} | chunks
-        constants |= {"SQUARES": recipe.equalise, "HADAMARD": recipe.hadamard}
+        constants |= {"SQUARES": recipe.equalise, "HADAMARD": recipe.hadamard} | self._registers()
         self.launcher.start(column_sums, (sum(counts),), (*args, shape.seqlen_q, shape.seqlen_k), constants)
         return (*sums, rotation), chunks
 
@@ -251,14 +251,14 @@ class Quantiser(NamedTuple):
         blocks = shape.batch * (shape.nheads * shape.blocks_q + shape.nheads_k * shape.blocks_k)
         return 4 if blocks >= 4 * PROGRAMS else 2 if blocks >= 2 * PROGRAMS else 1
 
-    def _options(self) -> dict:
-        """Registers of quantize on NVIDIA: three programs a multiprocessor, two if they rotate.
+    def _registers(self, rotates: bool = False) -> dict:
+        """Those of a lane on NVIDIA: three programs a multiprocessor, two where shared memory has no room for three.
 
-        ptxas would take 112 and 137 (head dim 128), and gives way with one and four spilled values.
+        ptxas would take 124 in the first pass and 112 to round (head dim 128), and gives way without a spilled loop.
         """
         if self.arch.vendor == "amd" or max(self.shape.block_d, self.shape.block_dv) > 128:
             return {}
-        return {"maxnreg": 128 if self.recipe.hadamard else 80}
+        return {"maxnreg": 128 if rotates else 80}
 
     def run(self, q, k, v, given=None) -> Operands:
         """Q, K and V in eight bits. `given`: the caller's scales; the inputs are FP8 and change no more than layout."""
@@ -276,7 +276,7 @@ class Quantiser(NamedTuple):
             "VARLEN": shape.varlen, "HEAD_DIM": shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
             "BLOCK_D": shape.block_d, "BLOCK_DV": shape.block_dv, "QUANT_ROWS": QUANT_ROWS,
             "num_warps": 8 if self.arch.warp_size == 32 else 4, "num_stages": 1,
-        }  # fmt: skip
+        } | ahead(self.arch.overlaps)  # fmt: skip
         amax, amax_chunks = self._magnitudes(q, k, v, qk, by, common)
         sums, sums_chunks = self._statistics(q, k, common)
         batch = 1 if shape.varlen else shape.batch
@@ -285,14 +285,14 @@ class Quantiser(NamedTuple):
             row_shift = self._empty(batch * shape.nheads, shape.rows8_q, like=q)
         if recipe.q_mean:
             col_bias = self._empty(batch * shape.nheads, shape.rows8_k, like=q)
-        constants = common | self._options() | {
+        constants = common | self._registers(recipe.hadamard) | {
             "QK": self.moves_qk,
             "QK_TOP": INT8_MAX if recipe.qk == "int8" else FP8_MAX[self.arch.fp8_format],
             "V_TOP": FP8_MAX[self.arch.fp8_format], "GRANULARITY": qk, "V_GRANULARITY": by,
             "V_TRANSPOSED": self.arch.v_k_major, "V_INTERLEAVED": self.v_interleaved,
             "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
             "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
-            "CHUNKS_Q": 0, "CHUNKS_K": 0, "CHUNKS_V": 0, "RUN": run,
+            "CHUNKS_Q": 0, "CHUNKS_K": 0, "CHUNKS_QK": 0, "CHUNKS_V": 0, "RUN": run,
         } | amax_chunks | sums_chunks  # fmt: skip
         inputs = (self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
         lengths = (

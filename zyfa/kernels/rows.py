@@ -1,10 +1,57 @@
-"""Which rows and keys a program of attn_fwd works on, where its rows lie, and their scales."""
+"""Which rows and keys a program of attn_fwd and of the quantisers works on, where they lie, and their scales."""
 
 import triton
 import triton.language as tl
 
 # Callers' descales may be 0; a logit scale of 0 would turn the -inf of a mask into NaN.
 MIN_LOGIT_SCALE: tl.constexpr = tl.constexpr(1e-30)
+
+
+@triton.jit
+def take_over(OVERLAP: tl.constexpr):
+    """First of all in a kernel: wait until the launch before is done, then let the next one start.
+
+    In that order, so that whatever a kernel writes and reads is that of launches in turn: the next one waits here for
+    the end of this one. What overlaps is the start of programs only.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def sequence(b, cu_seqlens, seqlen, VARLEN: tl.constexpr, QUANTISED: tl.constexpr, QUANT_ROWS: tl.constexpr):
+    """(first row in the tensor, first row in the LSE, length) of a sequence.
+
+    Quantised varlen buffers start every sequence on a multiple of QUANT_ROWS rows: ceil(start / QUANT_ROWS) + b
+    blocks in, which leaves room for every earlier sequence without a prefix sum.
+    """
+    if VARLEN:
+        first = tl.load(cu_seqlens + b)
+        seqlen = tl.load(cu_seqlens + b + 1) - first
+        row = first
+        if QUANTISED:
+            row = ((first + QUANT_ROWS - 1) // QUANT_ROWS + b) * QUANT_ROWS
+        return row, first, seqlen
+    return seqlen * 0, seqlen * 0, seqlen
+
+
+@triton.jit
+def row_at(X, b, h, row, stride_b, stride_n, stride_h):
+    """Where a row of a head starts; with varlen `row` counts from the first sequence's and stride_b is 0."""
+    base = X + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+    return base + tl.cast(row, tl.int64) * stride_n
+
+
+@triton.jit
+def block_rows(
+    X, b, h, first, seqlen, start, offs_n, stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Rows start + offs_n of one head of a sequence that begins at row `first`, BLOCK_D wide, zero outside."""
+    offs_d = tl.arange(0, BLOCK_D)
+    base = row_at(X, b, h, first + start, stride_b, stride_n, stride_h)
+    inside = (start + offs_n < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    return tl.load(base + offs_n[:, None] * stride_n + offs_d[None, :], inside, other=0.0)
 
 
 @triton.jit
@@ -50,8 +97,7 @@ def row_ptrs(
         offsets = tl.cast(first + queries, tl.int64) * stride_m + tl.cast(heads, tl.int64) * stride_h
         ptrs = (X + tl.cast(b, tl.int64) * stride_b + offsets)[:, None]
     else:
-        base = X + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
-        base += tl.cast(first + m * BLOCK_M, tl.int64) * stride_m
+        base = row_at(X, b, h, first + m * BLOCK_M, stride_b, stride_m, stride_h)
         ptrs = base + tl.arange(0, BLOCK_M)[:, None] * stride_m
     return ptrs
 
