@@ -17,6 +17,8 @@ FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 # from L2 (512 bytes a chunk and sum at head dim 128; its own block has 32 KB), and each pair of counts is a build.
 CHUNKS = (8, 32)
 PROGRAMS = 512  # of a first pass: about what a GPU holds at a time
+RESIDENT = 264  # programs that rotate: two on each multiprocessor of an H100 or H200
+MAX_RUN = 64
 _WHOLE = ("head", "tensor")  # granularities whose scales need chunk_amax first
 
 
@@ -239,17 +241,21 @@ class Quantiser(NamedTuple):
         return (*sums, rotation), chunks
 
     def _blocks_of_program(self) -> int:
-        """Row blocks of Q and K that a program rounds: several where it first adds up sums and loads a rotation.
+        """Row blocks of Q and K that a program rounds: where it first adds up sums and loads a rotation, as many as
+        leave RESIDENT programs.
 
-        For one block each they took longer than the block: at 8k (H200, 32/8 heads, D128) quantize ran 40 us without
-        rotation and equaliser, 85 with the former, 154 with both. On gfx950 four blocks take 260 registers and leave a
-        SIMD one wave.
+        Before its first block such a program takes as long as for four more: at 32k (H200, 32/8 heads of 128) all
+        quantisers took 518 us with two blocks each, 395 with four, 333 with eight. On gfx950 more than one takes 260
+        registers and leaves a SIMD one wave.
         """
         shape, recipe = self.shape, self.recipe
-        if self.arch.vendor == "amd" or not (recipe.equalise or recipe.hadamard):
+        if self.arch.vendor == "amd" or not recipe.hadamard:
             return 1
-        blocks = shape.batch * (shape.nheads * shape.blocks_q + shape.nheads_k * shape.blocks_k)
-        return 4 if blocks >= 4 * PROGRAMS else 2 if blocks >= 2 * PROGRAMS else 1
+        tensors = ((shape.batch * shape.nheads, shape.blocks_q), (shape.batch * shape.nheads_k, shape.blocks_k))
+        run, longest = 1, max(shape.blocks_q, shape.blocks_k, 1)
+        while run < min(longest, MAX_RUN) and sum(n * -(-blocks // run) for n, blocks in tensors) > RESIDENT:
+            run += 1
+        return run
 
     def _registers(self, rotates: bool = False) -> dict:
         """Those of a lane on NVIDIA: three programs a multiprocessor, two where shared memory has no room for three.
@@ -292,7 +298,8 @@ class Quantiser(NamedTuple):
             "V_TRANSPOSED": self.arch.v_k_major, "V_INTERLEAVED": self.v_interleaved,
             "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
             "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
-            "CHUNKS_Q": 0, "CHUNKS_K": 0, "CHUNKS_QK": 0, "CHUNKS_V": 0, "RUN": run,
+            "CHUNKS_Q": 0, "CHUNKS_K": 0, "CHUNKS_QK": 0, "CHUNKS_V": 0,
+            "PIPELINED": run > 1,
         } | amax_chunks | sums_chunks  # fmt: skip
         inputs = (self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
         lengths = (
@@ -302,7 +309,7 @@ class Quantiser(NamedTuple):
 
         def start(n_q: int, n_k: int, programs: int, **change) -> None:
             args = (q, k, v, *x8, *descales, *amax, *sums, row_shift, col_bias, self.qk_scale)
-            self.launcher.start(quantize, (programs,), (*args, *inputs, n_q, n_k, *lengths), constants | change)
+            self.launcher.start(quantize, (programs,), (*args, *inputs, n_q, n_k, run, *lengths), constants | change)
 
         if shape.block_d == shape.block_dv or not self.moves_qk:
             start(n_q, n_k, n_q + n_k + n_v)

@@ -15,30 +15,38 @@ from .statistics import UNSPECIALISED, place
 
 
 @triton.jit
-def _mean(sums, head, n, WHICH: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The mean over n rows of each channel (WHICH 0) or of its square (WHICH 1), from the sums of all chunks."""
+def _chunks(sums, head, WHICH: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(CHUNKS, BLOCK_D): a head's sums of each channel (WHICH 0) or of its squares (WHICH 1), to be added up."""
     ptrs = sums + (tl.cast(head, tl.int64) * 2 + WHICH) * CHUNKS * BLOCK_D
-    ptrs = ptrs + tl.arange(0, CHUNKS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    return tl.sum(tl.load(ptrs), 0) / tl.maximum(n, 1)
+    return tl.load(ptrs + tl.arange(0, CHUNKS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
+
+
+@triton.jit
+def _mean(chunks, n):
+    """The mean over n rows by channel."""
+    return tl.sum(chunks, 0) / tl.maximum(n, 1)
 
 
 @triton.jit
 def _equaliser(
-    q_sums, k_sums, kv_head, group, len_q, len_k, k_mean,
+    q_sums, k_sums, kv_head, group, len_q, len_k,
     Q_MEAN: tl.constexpr, CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """s_c = sqrt(rms k_c / rms q_c) of a KV head and the query heads that read it, within [2**-10, 2**10]."""
-    k_square = tl.maximum(_mean(k_sums, kv_head, len_k, 1, CHUNKS_K, BLOCK_D) - k_mean * k_mean, 0.0)
+    """(s_c = sqrt(rms k_c / rms q_c) of a KV head and its query heads, within [2**-10, 2**10]; K's mean)."""
+    k_chunks = _chunks(k_sums, kv_head, 0, CHUNKS_K, BLOCK_D)  # all are asked for before the first barrier
+    k_squares = _chunks(k_sums, kv_head, 1, CHUNKS_K, BLOCK_D)
     if Q_MEAN:
         q_square = tl.zeros([BLOCK_D], tl.float32)
         for i in range(0, group):
-            mean = _mean(q_sums, kv_head * group + i, len_q, 0, CHUNKS_Q, BLOCK_D)
-            square = _mean(q_sums, kv_head * group + i, len_q, 1, CHUNKS_Q, BLOCK_D)
+            mean = _mean(_chunks(q_sums, kv_head * group + i, 0, CHUNKS_Q, BLOCK_D), len_q)
+            square = _mean(_chunks(q_sums, kv_head * group + i, 1, CHUNKS_Q, BLOCK_D), len_q)
             q_square += tl.maximum(square - mean * mean, 0.0)
     else:  # the sums are those of the whole group
-        q_square = _mean(q_sums, kv_head, len_q, 1, CHUNKS_Q, BLOCK_D)
+        q_square = _mean(_chunks(q_sums, kv_head, 1, CHUNKS_Q, BLOCK_D), len_q)
+    k_mean = _mean(k_chunks, len_k)
+    k_square = tl.maximum(_mean(k_squares, len_k) - k_mean * k_mean, 0.0)
     ratio = k_square / tl.maximum(q_square / group, 1e-20)
-    return tl.clamp(tl.sqrt(tl.sqrt(ratio)), 2.0**-10, 2.0**10)
+    return tl.clamp(tl.sqrt(tl.sqrt(ratio)), 2.0**-10, 2.0**10), k_mean
 
 
 @triton.jit
@@ -50,17 +58,15 @@ def _corrections(
     """(what is taken off every row of this program, K's mean, equaliser) by channel; 0, 0 and 1 where not asked for."""
     k_mean = tl.zeros([BLOCK_D], tl.float32)
     s = tl.full([BLOCK_D], 1.0, tl.float32)
-    if EQUALISE or ROW_SHIFT:
-        k_mean = _mean(k_sums, kv_head, len_k, 0, CHUNKS_K, BLOCK_D)
-    elif K_MEAN:  # noqa: SIM102 - a constant decides what is compiled, a number what runs
-        if not of_q:
-            k_mean = _mean(k_sums, kv_head, len_k, 0, CHUNKS_K, BLOCK_D)
     if EQUALISE:
-        s = _equaliser(q_sums, k_sums, kv_head, group, len_q, len_k, k_mean, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D)
+        s, k_mean = _equaliser(q_sums, k_sums, kv_head, group, len_q, len_k, Q_MEAN, CHUNKS_Q, CHUNKS_K, BLOCK_D)
+    elif K_MEAN:  # noqa: SIM102 - a constant decides what is compiled, a number what runs
+        if ROW_SHIFT or not of_q:
+            k_mean = _mean(_chunks(k_sums, kv_head, 0, CHUNKS_K, BLOCK_D), len_k)
     mean = tl.where(of_q, 0.0, k_mean)
     if Q_MEAN:  # noqa: SIM102
         if of_q:
-            mean = _mean(q_sums, q_head, len_q, 0, CHUNKS_Q, BLOCK_D)
+            mean = _mean(_chunks(q_sums, q_head, 0, CHUNKS_Q, BLOCK_D), len_q)
     return mean, k_mean, s
 
 
@@ -77,92 +83,107 @@ def _factors(s, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _turn(rotation, t, dtype: tl.constexpr, BLOCK_D: tl.constexpr):
-    """diag(t) times the Hadamard matrix: a tensor's equaliser and rotation in one product, in its own dtype."""
-    i = tl.arange(0, BLOCK_D)
-    h = tl.load(rotation + i[:, None] * BLOCK_D + i[None, :])
-    return h.to(dtype) * t.to(dtype)[:, None]
+def _round_block(
+    X, X8, descale, amax, row_shift, qk_scale, turn, mean, along, of_q, all_heads, b, h, heads, head, block,
+    first, seqlen, out_first, rows8, stride_b, stride_n, stride_h,
+    MEAN: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+):  # fmt: skip
+    """A block of one head of Q or K: turned, less its mean, rounded.
+
+    The mean, turned likewise, is taken off behind the product, which so reads the rows as they are in memory.
+    ROW_SHIFT: of Q also what K's mean (along) takes from every logit of a row, in base 2.
+    """
+    offs = tl.arange(0, QUANT_ROWS)
+    start = block * QUANT_ROWS
+    x = block_rows(X, b, h, first, seqlen, start, offs, stride_b, stride_n, stride_h, HEAD_DIM, BLOCK_D)
+    if ROW_SHIFT:
+        rows = tl.cast(head, tl.int64) * rows8 + (out_first + block) * QUANT_ROWS + offs
+        tl.store(row_shift + rows, tl.sum(x.to(tl.float32) * along[None, :], 1) * qk_scale, of_q)
+    if HADAMARD:
+        x = tl.dot(x, turn)
+    if MEAN:  # the factor keeps rows behind the end 0, for less than a choice costs
+        inside = (start + offs < seqlen).to(tl.float32)
+        x = x.to(tl.float32) - mean[None, :] * inside[:, None]
+    write(x, X8, descale, amax, all_heads, b, h, heads, head, out_first + block, rows8,
+          BLOCK_D, QUANT_ROWS, TOP, GRANULARITY, False, CHUNKS)  # fmt: skip
 
 
 @triton.jit
 def _round_blocks(
-    X, X8, descale, amax, row_shift, qk_scale, rotation, t, mean, along, of_q, all_heads, b, h, heads, head, part,
-    first, seqlen, out_first, rows8, stride_b, stride_n, stride_h,
-    MEAN: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, RUN: tl.constexpr, CHUNKS: tl.constexpr,
+    X, X8, descale, amax, row_shift, qk_scale, hadamard, t, mean, along, of_q, all_heads, b, h, heads, head,
+    begin, end, first, seqlen, out_first, rows8, stride_b, stride_n, stride_h,
+    MEAN: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, PIPELINED: tl.constexpr, CHUNKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
     GRANULARITY: tl.constexpr,
 ):  # fmt: skip
-    """RUN blocks of one head of Q or K: less its mean, turned, rounded.
+    """Blocks begin to end of one head of Q or K, at most one unless PIPELINED.
 
-    The mean is taken off behind the product, turned like the rows: so the product reads them as they are in memory.
-    ROW_SHIFT: of Q also what K's mean (along) takes from every logit of a row, in base 2.
+    Turning is one product with diag(t) times the Hadamard matrix, in the dtype of X.
     """
+    turn = hadamard
     if HADAMARD:
-        turn = _turn(rotation, t, X.dtype.element_ty, BLOCK_D)
+        dtype: tl.constexpr = X.dtype.element_ty
+        turn = hadamard.to(dtype) * t.to(dtype)[:, None]
         if MEAN:
             mean = tl.sum(mean[:, None] * turn.to(tl.float32), 0)
-    offs = tl.arange(0, QUANT_ROWS)
-    last = tl.minimum(part * RUN + RUN, tl.cdiv(seqlen, QUANT_ROWS))
-    for block in tl.range(part * RUN, last, num_stages=2 if RUN > 1 else 1):  # the next one is on its way
-        start = block * QUANT_ROWS
-        out_block = out_first + block
-        x = block_rows(X, b, h, first, seqlen, start, offs, stride_b, stride_n, stride_h, HEAD_DIM, BLOCK_D)
-        if ROW_SHIFT:
-            rows = tl.cast(head, tl.int64) * rows8 + out_block * QUANT_ROWS + offs
-            tl.store(row_shift + rows, tl.sum(x.to(tl.float32) * along[None, :], 1) * qk_scale, of_q)
-        if HADAMARD:
-            x = tl.dot(x, turn)
-        if MEAN:
-            x = tl.where((start + offs < seqlen)[:, None], x.to(tl.float32) - mean[None, :], 0.0)
-        write(x, X8, descale, amax, all_heads, b, h, heads, head, out_block, rows8,
-              BLOCK_D, QUANT_ROWS, TOP, GRANULARITY, False, CHUNKS)  # fmt: skip
+    if PIPELINED:
+        for block in tl.range(begin, end, num_stages=2):  # the next one is on its way
+            _round_block(X, X8, descale, amax, row_shift, qk_scale, turn, mean, along, of_q, all_heads, b, h, heads,
+                         head, block, first, seqlen, out_first, rows8, stride_b, stride_n, stride_h, MEAN, HADAMARD,
+                         ROW_SHIFT, CHUNKS, HEAD_DIM, BLOCK_D, QUANT_ROWS, TOP, GRANULARITY)  # fmt: skip
+    elif begin < end:
+        _round_block(X, X8, descale, amax, row_shift, qk_scale, turn, mean, along, of_q, all_heads, b, h, heads,
+                     head, begin, first, seqlen, out_first, rows8, stride_b, stride_n, stride_h, MEAN, HADAMARD,
+                     ROW_SHIFT, CHUNKS, HEAD_DIM, BLOCK_D, QUANT_ROWS, TOP, GRANULARITY)  # fmt: skip
 
 
 @triton.jit
 def _write_col_bias(
-    K, k_mean, q_sums, col_bias, qk_scale, b, h, group, first_head, sums_head, part, first, seqlen, len_q, out_first,
-    rows8, stride_b, stride_n, stride_h,
-    RUN: tl.constexpr, CHUNKS_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
+    K, k_mean, q_sums, col_bias, qk_scale, b, h, group, first_head, sums_head, begin, end, first, seqlen, len_q,
+    out_first, rows8, stride_b, stride_n, stride_h,
+    CHUNKS_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr,
 ):  # fmt: skip
     """What Q's mean takes from every logit of a key, in base 2, for each query head of a KV head.
 
     first_head: of the group in col_bias; sums_head: in q_sums, which has every batch entry apart.
     """
     offs = tl.arange(0, QUANT_ROWS)
-    for block in range(part * RUN, tl.minimum(part * RUN + RUN, tl.cdiv(seqlen, QUANT_ROWS))):
+    for block in range(begin, end):
         start = block * QUANT_ROWS
         x = block_rows(K, b, h, first, seqlen, start, offs, stride_b, stride_n, stride_h, HEAD_DIM, BLOCK_D)
         x = tl.where((start + offs < seqlen)[:, None], x.to(tl.float32) - k_mean[None, :], 0.0)
         for i in range(0, group):
-            q_mean = _mean(q_sums, sums_head + i, len_q, 0, CHUNKS_Q, BLOCK_D)
+            q_mean = _mean(_chunks(q_sums, sums_head + i, 0, CHUNKS_Q, BLOCK_D), len_q)
             rows = tl.cast(first_head + i, tl.int64) * rows8 + (out_first + block) * QUANT_ROWS + offs
             tl.store(col_bias + rows, tl.sum(x * q_mean[None, :], 1) * qk_scale)
 
 
-@triton.jit(do_not_specialize=("batch", *UNSPECIALISED))
+@triton.jit(do_not_specialize=("run", "batch", *UNSPECIALISED))
 def quantize(
     Q, K, V, Q8, K8, V8, q_descale, k_descale, v_descale, q_amax, k_amax, v_amax, q_sums, k_sums,
     rotation, row_shift, col_bias, qk_scale,
     cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    n_q, n_k, batch, nheads, nheads_k, blocks_q, blocks_k, rows8_q, rows8_k, seqlen_q, seqlen_k,
+    n_q, n_k, run, batch, nheads, nheads_k, blocks_q, blocks_k, rows8_q, rows8_k, seqlen_q, seqlen_k,
     VARLEN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, QUANT_ROWS: tl.constexpr, QK: tl.constexpr,
     QK_TOP: tl.constexpr, V_TOP: tl.constexpr, GRANULARITY: tl.constexpr, V_GRANULARITY: tl.constexpr,
     V_TRANSPOSED: tl.constexpr, V_INTERLEAVED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr,
     EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr,
-    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, CHUNKS_QK: tl.constexpr, CHUNKS_V: tl.constexpr, RUN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, CHUNKS_QK: tl.constexpr, CHUNKS_V: tl.constexpr,
+    PIPELINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Q, K and V in eight bits: X8 (batch, heads, rows8, width), V8 with the last two swapped if V_TRANSPOSED.
 
-    Programs [0, n_q) write Q, the next n_k K, RUN blocks each, the rest V; without QK only V. X = X8 * descale.
+    Programs [0, n_q) write Q, the next n_k K, `run` blocks each, the rest V; without QK only V. X = X8 * descale.
     With VARLEN the batch axis is folded into the rows (see rows.sequence). GRANULARITY "given": the inputs are
     FP8 already and only move to the padded layout.
     """
     take_over(OVERLAP)
-    which, b, h, part = place(tl.program_id(0), n_q, n_k, nheads, nheads_k, tl.cdiv(blocks_q, RUN),
-                              tl.cdiv(blocks_k, RUN), blocks_k)  # fmt: skip
+    which, b, h, part = place(tl.program_id(0), n_q, n_k, nheads, nheads_k, tl.cdiv(blocks_q, run),
+                              tl.cdiv(blocks_k, run), blocks_k)  # fmt: skip
     padded_q, first_q, len_q = sequence(b, cu_seqlens_q, seqlen_q, VARLEN, True, QUANT_ROWS)
     padded_k, first_k, len_k = sequence(b, cu_seqlens_k, seqlen_k, VARLEN, True, QUANT_ROWS)
     out_q, out_k = padded_q // QUANT_ROWS, padded_k // QUANT_ROWS
@@ -198,6 +219,10 @@ def quantize(
         kv_head = b * nheads_k + tl.where(of_q, h // group, h)
         heads = tl.where(of_q, nheads, nheads_k)
         head = folded * heads + h
+        hadamard = rotation
+        if HADAMARD:  # asked for before what has to be waited for
+            i = tl.arange(0, BLOCK_D)
+            hadamard = tl.load(rotation + i[:, None] * BLOCK_D + i[None, :])
         mean, k_mean, s = _corrections(
             q_sums, k_sums, of_q, b * nheads + h, kv_head, group, len_q, len_k,
             K_MEAN, Q_MEAN, EQUALISE, ROW_SHIFT, CHUNKS_Q, CHUNKS_K, BLOCK_D,
@@ -210,15 +235,16 @@ def quantize(
             amax = tl.where(of_q, q_amax, k_amax)
         first, seqlen = tl.where(of_q, first_q, first_k), tl.where(of_q, len_q, len_k)
         out_first, rows8 = tl.where(of_q, out_q, out_k), tl.where(of_q, rows8_q, rows8_k)
+        begin, end = part * run, tl.minimum(part * run + run, tl.cdiv(seqlen, QUANT_ROWS))
         _round_blocks(
-            tl.where(of_q, Q, K), tl.where(of_q, Q8, K8), descale, amax, row_shift, qk_scale, rotation,
-            tl.where(of_q, t_q, t_k), mean, k_mean, of_q, batch * heads, b, h, heads, head, part, first, seqlen,
-            out_first, rows8, tl.where(of_q, stride_qb, stride_kb), tl.where(of_q, stride_qm, stride_kn),
-            tl.where(of_q, stride_qh, stride_kh), K_MEAN or Q_MEAN, HADAMARD, ROW_SHIFT, RUN, CHUNKS_QK, HEAD_DIM,
-            BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY,
+            tl.where(of_q, Q, K), tl.where(of_q, Q8, K8), descale, amax, row_shift, qk_scale, hadamard,
+            tl.where(of_q, t_q, t_k), mean, k_mean, of_q, batch * heads, b, h, heads, head,
+            begin, end, first, seqlen, out_first, rows8, tl.where(of_q, stride_qb, stride_kb),
+            tl.where(of_q, stride_qm, stride_kn), tl.where(of_q, stride_qh, stride_kh), K_MEAN or Q_MEAN, HADAMARD,
+            ROW_SHIFT, PIPELINED, CHUNKS_QK, HEAD_DIM, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY,
         )  # fmt: skip
         if Q_MEAN:  # noqa: SIM102 - as in _corrections
             if not of_q:
-                _write_col_bias(K, k_mean, q_sums, col_bias, qk_scale, b, h, group, head * group, kv_head * group, part,
-                                first_k, len_k, len_q, out_k, rows8_k, stride_kb, stride_kn, stride_kh, RUN, CHUNKS_Q,
+                _write_col_bias(K, k_mean, q_sums, col_bias, qk_scale, b, h, group, head * group, kv_head * group, begin,
+                                end, first_k, len_k, len_q, out_k, rows8_k, stride_kb, stride_kn, stride_kh, CHUNKS_Q,
                                 HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
