@@ -65,7 +65,7 @@ def start(
         shape.rows8_q, shape.total_q, shape.batch * shape.nheads, shape.nheads, shape.nheads // shape.nheads_k,
         shape.seqlen_q, shape.seqlen_k, num_m_blocks, left, right,
     )  # fmt: skip
-    overlap = ahead(ops.v_quantised)  # else nothing of ours runs before
+    overlap = ahead(ops.v_quantised and shape.short)  # quantisers run before
     options = Options(
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_LSE=lse is not None, QK_QUANTISED=ops.qk_quantised,
         V_QUANTISED=ops.v_quantised, QK_BLOCKS=ops.qk_scales == "block", V_BLOCKS=ops.v_scales == "block",

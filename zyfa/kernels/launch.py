@@ -60,7 +60,7 @@ def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch,
         "LONGEST_FIRST": config.longest_first and right >= 0, "HEAD_GROUP": config.head_group,
         "ASYNC_COPY": config.async_copy, "SPLITS": config.splits, "PACK_GQA": _packs(config, shape),
         "XCDS": config.xcds,
-    } | ahead(arch.overlaps and (ops.v_quantised or config.splits > 1))  # fmt: skip
+    } | ahead(arch.overlaps and shape.short and (ops.v_quantised or config.splits > 1))  # fmt: skip
 
 
 def prepare_operands(
@@ -225,7 +225,7 @@ def _merge(
     constants = {
         "SPLITS": splits, "VARLEN": shape.varlen, "HAS_LSE": lse is not None,
         "HEAD_DIM_V": shape.head_dim_v, "BLOCK_DV": shape.block_dv, "ROWS": rows, "num_warps": 4,
-    } | ahead(arch.overlaps)  # fmt: skip
+    } | ahead(arch.overlaps and shape.short)  # fmt: skip
     launcher.start(merge_splits, (programs_of_head * parts.shape[1],), (*args, shape.total_q), constants)
 
 
