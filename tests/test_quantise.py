@@ -6,8 +6,9 @@ from helpers import make_qkv
 
 from zyfa.archs import ARCHS
 from zyfa.kernels.operands import Quantiser, chunks_of, shape_of
-from zyfa.kernels.replay import Recorder
+from zyfa.kernels.replay import Compiler, Recorder
 from zyfa.recipes import PRESETS, RECIPES
+from zyfa.tuner.compile import _target
 
 FP8 = torch.float8_e4m3fn
 
@@ -143,3 +144,25 @@ def test_large_calls_take_programs_of_several_blocks():
 
     assert [run(n) for n in (512, 1024, 2048, 4096, 8192)] == [1, 2, 4, 8, 16], "64 heads: four programs each"
     assert run(8192, "gfx950") == run(8192, recipe="int8-kmean") == run(8192, recipe="bf16qk") == 1
+
+
+class Compiled(Compiler):
+    """Compiles and keeps what it compiled."""
+
+    def __init__(self):
+        self.kernels = []
+
+    def start(self, kernel, grid, args, constants):
+        self.kernels.append(super().start(kernel, grid, args, constants))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("recipe", [PRESETS["balanced"], PRESETS["fast"], "block-kmean-qmean-equalise-hadamard"])
+@pytest.mark.parametrize("seqlen", [512, 8192])
+def test_every_launch_fits_in_shared_memory(recipe, head_dim, seqlen):
+    """Triton compiles what no multiprocessor can start."""
+    q, k = (torch.empty(1, seqlen, n, head_dim, device="meta", dtype=torch.bfloat16) for n in (32, 8))
+    compiled = Compiled()
+    with _target("sm90"):
+        Quantiser(shape_of(q, k, k), RECIPES[recipe], ARCHS["sm90"], compiled, v_interleaved=True).run(q, k, k)
+    assert max(kernel.metadata.shared for kernel in compiled.kernels) <= ARCHS["sm90"].lds_bytes

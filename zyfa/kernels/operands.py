@@ -314,7 +314,7 @@ class Quantiser(NamedTuple):
             "K_MEAN": recipe.k_mean, "Q_MEAN": recipe.q_mean, "EQUALISE": recipe.equalise,
             "HADAMARD": recipe.hadamard, "ROW_SHIFT": row_shift is not None,
             "CHUNKS_Q": 0, "CHUNKS_K": 0, "CHUNKS_QK": 0, "CHUNKS_V": 0,
-            "PIPELINED": run > 1,
+            "STAGES": 0 if run == 1 else 2 if shape.block_d <= 128 else 1,  # two would take 288 KB of shared memory
         } | amax_chunks | sums_chunks  # fmt: skip
         inputs = (self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
         lengths = (

@@ -114,11 +114,11 @@ def _round_block(
 def _round_blocks(
     X, X8, descale, amax, row_shift, qk_scale, hadamard, t, mean, along, of_q, all_heads, b, h, heads, head,
     begin, end, first, seqlen, out_first, rows8, stride_b, stride_n, stride_h,
-    MEAN: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, PIPELINED: tl.constexpr, CHUNKS: tl.constexpr,
+    MEAN: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr, STAGES: tl.constexpr, CHUNKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUANT_ROWS: tl.constexpr, TOP: tl.constexpr,
     GRANULARITY: tl.constexpr,
 ):  # fmt: skip
-    """Blocks begin to end of one head of Q or K, at most one unless PIPELINED.
+    """Blocks begin to end of one head of Q or K, STAGES of them in hand at a time; at most one if STAGES is 0.
 
     Turning is one product with diag(t) times the Hadamard matrix, in the dtype of X.
     """
@@ -128,8 +128,8 @@ def _round_blocks(
         turn = hadamard.to(dtype) * t.to(dtype)[:, None]
         if MEAN:
             mean = tl.sum(mean[:, None] * turn.to(tl.float32), 0)
-    if PIPELINED:
-        for block in tl.range(begin, end, num_stages=2):  # the next one is on its way
+    if STAGES:
+        for block in tl.range(begin, end, num_stages=STAGES):
             _round_block(X, X8, descale, amax, row_shift, qk_scale, turn, mean, along, of_q, all_heads, b, h, heads,
                          head, block, first, seqlen, out_first, rows8, stride_b, stride_n, stride_h, MEAN, HADAMARD,
                          ROW_SHIFT, CHUNKS, HEAD_DIM, BLOCK_D, QUANT_ROWS, TOP, GRANULARITY)  # fmt: skip
@@ -173,7 +173,7 @@ def quantize(
     V_TRANSPOSED: tl.constexpr, V_INTERLEAVED: tl.constexpr, K_MEAN: tl.constexpr, Q_MEAN: tl.constexpr,
     EQUALISE: tl.constexpr, HADAMARD: tl.constexpr, ROW_SHIFT: tl.constexpr,
     CHUNKS_Q: tl.constexpr, CHUNKS_K: tl.constexpr, CHUNKS_QK: tl.constexpr, CHUNKS_V: tl.constexpr,
-    PIPELINED: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Q, K and V in eight bits: X8 (batch, heads, rows8, width), V8 with the last two swapped if V_TRANSPOSED.
 
@@ -241,7 +241,7 @@ def quantize(
             tl.where(of_q, t_q, t_k), mean, k_mean, of_q, batch * heads, b, h, heads, head,
             begin, end, first, seqlen, out_first, rows8, tl.where(of_q, stride_qb, stride_kb),
             tl.where(of_q, stride_qm, stride_kn), tl.where(of_q, stride_qh, stride_kh), K_MEAN or Q_MEAN, HADAMARD,
-            ROW_SHIFT, PIPELINED, CHUNKS_QK, HEAD_DIM, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY,
+            ROW_SHIFT, STAGES, CHUNKS_QK, HEAD_DIM, BLOCK_D, QUANT_ROWS, QK_TOP, GRANULARITY,
         )  # fmt: skip
         if Q_MEAN:  # noqa: SIM102 - as in _corrections
             if not of_q:
