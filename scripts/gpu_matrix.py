@@ -17,7 +17,7 @@ import torch
 
 import zyfa
 from zyfa.archs import ARCHS
-from zyfa.kernels.operands import FP8_DTYPES
+from zyfa.kernels.quantiser import FP8_DTYPES
 from zyfa.recipes import PRESETS, RECIPES
 from zyfa.reference import attention_ref, emulate, relative_error
 

@@ -128,7 +128,7 @@ def merged(parts, sums, out, lse):
     splits, heads, rows, width = parts.shape
     merge_splits[(heads,)](
         parts, sums, out, lse, None, 0, out.stride(0), out.stride(1), 1, heads, 1, rows,
-        SPLITS=splits, VARLEN=False, HAS_LSE=True, HEAD_DIM_V=width, BLOCK_DV=width, ROWS=16,
+        SPLITS=splits, VARLEN=False, HAS_LSE=True, HEAD_DIM_V=width, BLOCK_DV=width, ROWS=16, OVERLAP=False,
     )  # fmt: skip
     return out, lse
 

@@ -5,7 +5,8 @@ import torch
 from helpers import make_qkv
 
 from zyfa.archs import ARCHS
-from zyfa.kernels.operands import Quantiser, chunks_of, shape_of
+from zyfa.kernels.operands import shape_of
+from zyfa.kernels.quantiser import Quantiser, chunks_of
 from zyfa.kernels.replay import Compiler, Recorder
 from zyfa.recipes import PRESETS, RECIPES
 from zyfa.tuner.compile import _target

@@ -84,7 +84,7 @@ def _all() -> tuple[Recipe, ...]:
         kq("block-kmean-qmean-equalise-hadamard", 0.041, equalise=True, hadamard=True),
         kq("row-kmean-qmean-equalise-hadamard", 0.040, granularity="row", equalise=True, hadamard=True),
         kq("mx-kmean-qmean-equalise-hadamard", 0.044, granularity="mx", equalise=True, hadamard=True),
-        k("int8-kmean", 0.278, qk="int8"),
+        k("int8-kmean", 0.279, qk="int8"),
         k("int8-kmean-hadamard", 0.119, qk="int8", hadamard=True),
         int8("int8-kmean-equalise-hadamard", 0.029),
         int8("int8-row-kmean-equalise-hadamard", 0.027, granularity="row"),

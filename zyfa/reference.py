@@ -11,7 +11,7 @@ from .recipes import FP8_MAX, INT8_MAX, MX_GROUP, QUANT_ROWS, RECIPES, Recipe, p
 
 TILE = 128  # keys of one step of the online softmax; P is cast against the running maximum of the steps so far
 ROWS = 1024  # query rows at a time: bounds the memory of long sequences
-MIN_SCALE, MIN_V_SCALE = 1e-12, 2.0**-30  # as in kernels/quantize.py
+MIN_SCALE, MIN_V_SCALE = 1e-12, 2.0**-30  # as in kernels/scales.py
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
@@ -95,7 +95,8 @@ def _equaliser(q, k, group: int) -> torch.Tensor:
 def turned(q, k, s):
     """(Q, K), their channels times s and over it (None: 1), times a Hadamard matrix: Q K^T stays as it is.
 
-    s (batch, nheads_k, width) is rounded to the nearest power of two, over about sqrt(width) in Q: exact in every dtype.
+    s (batch, nheads_k, width) is rounded to the nearest power of two and about sqrt(width) is a power of two in each:
+    exact in every dtype.
     """
     width = 1 << (q.shape[3] - 1).bit_length()
     s = torch.ones_like(k[:, :, 0]) if s is None else s

@@ -9,7 +9,8 @@ from helpers import assert_correct, interpreted, make_qkv
 
 import zyfa
 from zyfa.archs import ARCHS
-from zyfa.kernels.operands import Quantiser, shape_of
+from zyfa.kernels.operands import shape_of
+from zyfa.kernels.quantiser import Quantiser
 from zyfa.kernels.replay import Recorder
 from zyfa.recipes import FP8_MAX, PRESETS, RECIPES, p_offset
 from zyfa.reference import attention_ref, emulate, relative_error

@@ -8,7 +8,7 @@ never visited.
 import triton
 import triton.language as tl
 
-from .rows import key_scales, poison, row_at, row_ptrs, row_scales, rows_of, sequence, share, store, take_over, tile_on_die
+from .rows import key_scales, poison, row_at, row_ptrs, row_scales, rows_of, sequence, share, store, take_over, tile_on_die  # isort: skip # fmt: skip # noqa: E501
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)

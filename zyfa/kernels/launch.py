@@ -11,7 +11,8 @@ from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
 from .merge import merge_splits
-from .operands import Operands, Quantiser, Shape, as_descriptors, plain, shape_of, strides_of
+from .operands import Operands, Shape, as_descriptors, plain, shape_of, strides_of
+from .quantiser import Quantiser
 from .replay import Compiler, Plan, Recorder, ahead, distinct
 
 LOG2E = 1.4426950408889634

@@ -245,6 +245,6 @@ def quantize(
         )  # fmt: skip
         if Q_MEAN:  # noqa: SIM102 - as in _corrections
             if not of_q:
-                _write_col_bias(K, k_mean, q_sums, col_bias, qk_scale, b, h, group, head * group, kv_head * group, begin,
-                                end, first_k, len_k, len_q, out_k, rows8_k, stride_kb, stride_kn, stride_kh, CHUNKS_Q,
-                                HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
+                _write_col_bias(K, k_mean, q_sums, col_bias, qk_scale, b, h, group, head * group, kv_head * group,
+                                begin, end, first_k, len_k, len_q, out_k, rows8_k, stride_kb, stride_kn, stride_kh,
+                                CHUNKS_Q, HEAD_DIM, BLOCK_D, QUANT_ROWS)  # fmt: skip
