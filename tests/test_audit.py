@@ -146,6 +146,7 @@ def test_probes_lie_in_the_lower_half_of_the_cell():
             cell = cell_of(key)
             assert cell == half_of(planned).cell and octave_of(cell) == planned.cell
             assert key.seqlen_q % 2 == 1
+        assert probes(half_of(planned), 0) == [], "a half is not split again"
     assert probes(CELLS[0]._replace(key=CELLS[0].key._replace(seqlen_q=1, seqlen_k=1)), 0) == []
 
 

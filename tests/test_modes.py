@@ -1,6 +1,7 @@
 """zyfa-tune's other modes from the command line to files and exit codes, on a pretended GPU."""
 
 import json
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -63,6 +64,42 @@ def test_a_search_splits_the_cells_that_lie(tune, tmp_path):
     assert lengths == {512: BEST, 384: NEAR, 1024: BEST, 768: NEAR}
     result = tune("--effort", "quick", "--fresh", "--no-split", pool=Lengths)
     assert "lower half" not in result.output
+
+
+def test_the_halves_have_their_share_of_a_budget(tune, monkeypatch):
+    """From 3/20 before the end of 100 s, less two for the last comparisons of two cells."""
+    ends, searched, begun = [], session._searched, time.monotonic()
+
+    def noted(run, *rest):
+        ends.append(run.setup.deadline - begun)
+        return searched(run, *rest)
+
+    monkeypatch.setattr(session, "_searched", noted)
+    tune("--effort", "quick", "--budget", "100s", pool=Lengths)
+    assert ends == [pytest.approx(0.85 * 98, abs=2), pytest.approx(98, abs=2)]
+
+
+def test_a_half_without_time_is_no_failure(tune, monkeypatch, tmp_path):
+    split = session.split_cells
+
+    def late(run, cells):
+        halves = split(run, cells)
+        object.__setattr__(run.setup, "deadline", time.monotonic())
+        return halves
+
+    monkeypatch.setattr(session, "split_cells", late)
+    result = tune("--effort", "quick", pool=Lengths)
+    assert result.exit_code == 0 and result.output.count("no time was left; the whole cell's winner serves it") == 2
+    assert "2 of 2 cells" in result.output and {row.seqlen_q for row in read(tmp_path / "db.sqlite")} == {512, 1024}
+
+
+def test_what_an_audit_leaves_is_tuned_as_a_workload(tune, tmp_path):
+    """Both cells are tuned already: it is their lower halves that lose."""
+    tune("--effort", "quick", "--no-split", pool=Lengths)
+    tune("--audit", "12", "--out", tmp_path / "out", pool=Lengths)
+    result = tune("--workload", tmp_path / "out" / "audit-bf16.jsonl", pool=Lengths)
+    lengths = {row.seqlen_q: row.config for row in read(tmp_path / "db.sqlite") if row.seqlen_q == row.seqlen_k}
+    assert result.exit_code == 0 and lengths == {512: BEST, 384: NEAR, 1024: BEST, 768: NEAR}
 
 
 def test_a_recheck_says_what_it_found(tune, monkeypatch):

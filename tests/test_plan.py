@@ -61,7 +61,7 @@ def test_workload_weights_are_shares_of_the_work(tmp_path):
     [
         ("{", "2: "), ("[1]", "not an object"), ({"batch": 1}, "lacks"), (CALL | {"nheads": 30}, "no multiple"),
         (CALL | {"seqlen_q": 0}, "seqlen_q=0"), (CALL | {"head_dim": 100}, "head_dim=100"),
-        (CALL | {"causal": 1}, "causal=1"), (CALL | {"count": -1}, "count=-1"), (CALL | {"batch": True}, "batch=True"),
+        (CALL | {"causal": 1}, "causal=1"), (CALL | {"half": 1}, "half=1"), (CALL | {"count": -1}, "count=-1"), (CALL | {"batch": True}, "batch=True"),
         (CALL | {"count": float("nan")}, "count=nan"),
     ],
 )  # fmt: skip
@@ -70,6 +70,12 @@ def test_bad_workload_names_file_and_line(tmp_path, line, reason):
     with pytest.raises(ValueError, match=r"calls\.jsonl:2: ") as caught:
         from_workload(path, ("bf16",))
     assert reason in str(caught.value)
+
+
+def test_a_line_may_ask_for_a_half_octave(tmp_path):
+    asked = ((700, True), (700, False), (900, True))
+    path = write(tmp_path / "c.jsonl", *(CALL | {"seqlen_q": n, "seqlen_k": n, "half": half} for n, half in asked))
+    assert {cell.cell.seqlen_q: cell.key.seqlen_q for cell in from_workload(path, ("bf16",))} == {768: 768, 1024: 1024}
 
 
 def test_empty_workload(tmp_path):

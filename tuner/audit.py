@@ -174,12 +174,19 @@ def summary(found: Sequence[Finding]) -> dict:
     }  # fmt: skip
 
 
+OWN_ROW = "exact measured"  # how lookup says that a row of the shape's own cell was found
+
+
 def broken_cells(found: Sequence[Finding]) -> dict[AttentionKey, float]:
-    """The worst regret in percent, by largest key, of each cell in which a shape loses more than MAX_REGRET."""
+    """The worst regret in percent, by largest key, of each cell in which a shape loses more than MAX_REGRET.
+
+    Where the cell has a row of its own, which is tuned already, it is the lower half that the shape lies in.
+    """
     worst: dict[AttentionKey, float] = {}
     for each in found:
         if each.regret > MAX_REGRET:
-            at = key_of(octave_of(cell_of(each.key)))
+            cell = cell_of(each.key)
+            at = key_of(cell if each.match == OWN_ROW else octave_of(cell))
             worst[at] = max(each.regret, worst.get(at, 0.0))
     return worst
 
@@ -209,7 +216,8 @@ def _lines(name: str, values: Sequence) -> str:
 def workload_line(key: AttentionKey) -> str:
     """A call for zyfa-tune --workload, whose dtype is an option there."""
     fields = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "head_dim_v", "causal")
-    return json.dumps({name: getattr(key, name) for name in fields})
+    half = cell_of(key) != octave_of(cell_of(key))
+    return json.dumps({name: getattr(key, name) for name in fields} | ({"half": True} if half else {}))
 
 
 def lookup_plans(keys: Sequence[AttentionKey], database: Path, device: Device) -> list[Plan]:

@@ -62,11 +62,12 @@ def grid(
 def from_workload(path: Path, dtypes: Sequence[str]) -> list[PlannedCell]:
     """The cells of the calls in a file of JSON lines, heaviest first; weights are shares of the operations, sum 1.
 
+    "half": true in a line asks for the half octave of its lengths alone, as an audit does.
     Raises ValueError with file and line for a line that is no call, and for a file without any.
     """
     work: dict[Cell, float] = {}
-    for key, count in _calls(path, path.read_text(encoding="utf-8").splitlines(), dtypes):
-        cell = octave_of(cell_of(key))
+    for key, count, half in _calls(path, path.read_text(encoding="utf-8").splitlines(), dtypes):
+        cell = cell_of(key) if half else octave_of(cell_of(key))
         work[cell] = work.get(cell, 0.0) + count * flops(key)
     total = sum(work.values())
     if not total:
@@ -90,7 +91,11 @@ def _calls(path: Path, lines: Iterable[str], dtypes: Sequence[str]):
         for dtype in dtypes:
             dim = call["head_dim"]
             shape = (call["nheads"], call["nheads_k"], call["batch"], call["seqlen_q"], call["seqlen_k"])
-            yield AttentionKey(dtype, dim, call.get("head_dim_v", dim), *shape, call["causal"]), count
+            yield (
+                AttentionKey(dtype, dim, call.get("head_dim_v", dim), *shape, call["causal"]),
+                count,
+                call.get("half", False),
+            )
 
 
 def _checked(call: dict) -> float:
@@ -108,8 +113,9 @@ def _checked(call: dict) -> float:
             raise ValueError(f"{name}={dim!r} is not a multiple of 8 from 16 to 256")
     if call["nheads"] % call["nheads_k"]:
         raise ValueError(f"nheads={call['nheads']} is no multiple of nheads_k={call['nheads_k']}")
-    if type(call["causal"]) is not bool:
-        raise ValueError(f"causal={call['causal']!r} is not true or false")
+    for name in ("causal", "half"):
+        if type(call.get(name, False)) is not bool:
+            raise ValueError(f"{name}={call[name]!r} is not true or false")
     count = call.get("count", 1)
     if type(count) not in (int, float) or not 0 < count < 1e15:
         raise ValueError(f"count={count!r} is not a positive number")

@@ -1,8 +1,10 @@
 """One run of zyfa-tune from options to exit code: which GPU, which tools, signals, and what is said at the end."""
 
+import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -25,7 +27,7 @@ from .coordinator import Coordinator
 from .effort import EFFORTS
 from .gate import gate
 from .modes import Run, audit, record, split_cells
-from .progress import LiveProgress, PlainProgress, duration
+from .progress import LiveProgress, PlainProgress, cell_name, duration
 from .report import moved, print_table, row_of, to_json, why_none, write_html
 from .stop import Stop
 from .study import Space
@@ -35,6 +37,7 @@ from .worker import WorkerError, WorkerPool
 NO_GPU_TARGET = "mi355x"
 FRONT_TILES = 3  # tiles that every recipe of a front is tried with, for TPE follows the fast recipes only
 FINAL_S = 1.0  # of a cell's comparison at the end of a budget
+SPLIT_SHARE = 0.15  # of a budget: for probing the cells' lower halves and tuning those that lose too much there
 DONE, FAILED, HOLES = 0, 1, 3
 
 
@@ -116,10 +119,11 @@ def _tune(options: Options, device: Device, method: str, gpus, console: Console,
     farm = LazyFarm(device.arch, method)
     stop.at_once = lambda: [part.close() for part in (pool, farm) if part]
     reserve = FINAL_S * len(options.cells) if method == "measure" else 0.0
+    deadline = begun + max(options.budget_s - reserve, options.budget_s / 2) if options.budget_s else float("inf")
     setup = Setup(
         method, _toolchain(method), EFFORTS[options.effort], 2 * farm.processes, options.max_error.ratio, options.seed,
         sampler=options.sampler, fresh=not options.resume or outdated, recheck=options.recheck,
-        deadline=begun + max(options.budget_s - reserve, options.budget_s / 2) if options.budget_s else float("inf"),
+        deadline=deadline,
         admits=axis.admits, fronted=axis.fronted,
     )  # fmt: skip
     run = Run(options, device, setup, _tools(device, method, farm, axis), store, path, pool, console, stop, begun)
@@ -137,10 +141,17 @@ def _tune(options: Options, device: Device, method: str, gpus, console: Console,
 
 def _search(run: Run) -> int:
     """Tunes the cells, then the halves of those that do not keep their promise."""
-    cells = _searched(run, run.options.cells)
-    if run.options.split and run.setup.method == "measure" and not run.setup.recheck:
-        halves, better = split_cells(run, cells)
-        cells += _searched(run, halves, better) if halves and not run.stop.requested() else []
+    setup = run.setup
+    if not (run.options.split and setup.method == "measure") or setup.recheck:
+        return _finish(run, _searched(run, run.options.cells))
+    share = SPLIT_SHARE * (setup.deadline - run.begun) if setup.deadline < math.inf else 0.0
+    cells = _searched(replace(run, setup=replace(setup, deadline=setup.deadline - share)), run.options.cells)
+    halves, better = split_cells(run, cells)
+    for cell in _searched(run, halves, better) if halves and not run.stop.requested() else []:
+        if cell.winner is None and not cell.outcomes:
+            _say(run.console, f"zyfa-tune: {cell_name(cell.key)}: no time was left; the whole cell's winner serves it")
+        else:
+            cells.append(cell)
     return _finish(run, cells)
 
 

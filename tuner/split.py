@@ -4,7 +4,7 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from zyfa.config import AttentionKey
+from zyfa.config import AttentionKey, octave_of
 
 from .audit import MAX_REGRET, Finding, fewer_heads
 from .plan import PlannedCell, key_of
@@ -13,10 +13,10 @@ PROBES = 3  # lengths of the lower half
 
 
 def probes(planned: PlannedCell, seed: int) -> list[AttentionKey]:
-    """Odd lengths spread over the lower half of a cell; where batch x heads allow it, one of them with fewer heads."""
+    """Odd lengths of the lower half of a cell (a half has none), the last with fewer heads where it has many."""
     key, draw = planned.key, random.Random(seed)
     low, high = key.seqlen_q // 2 + 1, 3 * key.seqlen_q // 4
-    if low >= high:
+    if low >= high or planned.cell != octave_of(planned.cell):
         return []
     step = (high - low) / PROBES
     keys = []
