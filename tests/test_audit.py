@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from databases import add_ok
 from fake_landscape import BEST, DEFAULT, FakeFarm, Silent, make_tools, time_of
 from test_coordinator import EFFORT, MEASURE, FakePool
 
@@ -136,6 +137,16 @@ def test_a_report_of_200_shapes_is_short_and_names_the_cells_to_tune(tmp_path):
     assert len(cells) == len(report["cells_to_tune"]) and max(cells.values()) == pytest.approx(5.99)
     (tmp_path / "calls.jsonl").write_text("\n".join(map(workload_line, cells)))
     assert {cell.key for cell in from_workload(tmp_path / "calls.jsonl", ("bf16",))} == set(cells)
+
+
+def test_rivals_are_of_several_tiles(store):
+    """The two fastest are of one tile: the third and fourth are the best of the next two."""
+    key = CELLS[0].key
+    others = [replace(BEST, head_group=n) for n in (1, 4, 8)]
+    narrow, short = replace(BEST, BLOCK_N=2 * BEST.BLOCK_N), replace(BEST, BLOCK_M=BEST.BLOCK_M // 2)
+    for ms, config in enumerate((BEST, *others, narrow, replace(narrow, num_stages=1), short), start=1):
+        add_ok(store, key, config, ms=float(ms))
+    assert rivals(key._replace(seqlen_q=400, seqlen_k=400), store.trials()) == [BEST, others[0], narrow, short]
 
 
 def test_probes_lie_in_the_lower_half_of_the_cell():

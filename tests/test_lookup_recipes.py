@@ -106,8 +106,11 @@ def test_fp8_gives_way_to_bf16_where_both_were_timed_and_it_is_no_faster(fp8, bf
     choice = faster_plain(choose(KEY, H200), KEY, H200)
     assert choice.config == (CONFIG if dtype == "none" else WINNER)
     assert "fp8: 2000 us" in choice.misses[0] if dtype == "none" else choice is choose(KEY, H200)
-    far = a_key(8192, dtype="fp8")  # borrowed rows say nothing about which is faster there
+    far = a_key(8192, dtype="fp8")  # rows of other lengths say nothing about which is faster there
     assert faster_plain(choose(far, H200), far, H200).config == WINNER
+    batch = KEY._replace(batch=16)  # the same lengths with more heads: the rows of this cell are the nearest
+    assert choose(batch, H200).match == "nearest"
+    assert faster_plain(choose(batch, H200), batch, H200).config == (CONFIG if dtype == "none" else WINNER)
 
 
 def test_untuned_fp8_gives_way_to_bf16_on_hopper_only():

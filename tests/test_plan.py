@@ -61,7 +61,8 @@ def test_workload_weights_are_shares_of_the_work(tmp_path):
     [
         ("{", "2: "), ("[1]", "not an object"), ({"batch": 1}, "lacks"), (CALL | {"nheads": 30}, "no multiple"),
         (CALL | {"seqlen_q": 0}, "seqlen_q=0"), (CALL | {"head_dim": 100}, "head_dim=100"),
-        (CALL | {"causal": 1}, "causal=1"), (CALL | {"half": 1}, "half=1"), (CALL | {"count": -1}, "count=-1"), (CALL | {"batch": True}, "batch=True"),
+        (CALL | {"causal": 1}, "causal=1"), (CALL | {"half": 1}, "half=1"),
+        (CALL | {"count": -1}, "count=-1"), (CALL | {"batch": True}, "batch=True"),
         (CALL | {"count": float("nan")}, "count=nan"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import os
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from .timing import Repeats, decide
 from .warm import octaves
 from .worker import Job, Result, WorkerPool
 
-RIVAL_CELLS, RIVALS = 2, 2  # nearest cells, and the configs of each that a shape is compared with
+RIVAL_CELLS, RIVALS, TILES = 2, 2, 3  # nearest cells; the configs, and the tiles, of each that a shape is compared with
 MAX_REGRET = 3.0  # percent beyond which a cell does not keep its promise
 BESIDE = 0.25  # share of the shapes that lie beside the cells
 MAX_TOKENS = 1 << 17  # of a batch: inputs stay within a GPU's memory
@@ -89,13 +89,25 @@ def fewer_heads(key: AttentionKey) -> AttentionKey:
 
 
 def rivals(key: AttentionKey, trials: Iterable[Trial]) -> list[AttentionConfig]:
-    """The best known configs of the cells nearest to a key, of its family."""
+    """The best known configs of the cells nearest to a key, of its family, and those of their best tiles.
+
+    Of tiles, too: configs that differ in less lose at the same lengths, where the last block is nearly empty.
+    """
     by_key: dict[AttentionKey, dict[AttentionConfig, float]] = {}
     for trial in trials:
         if family_of(trial.key) == family_of(key) and trial.ms is not None:
             by_key.setdefault(trial.key, {})[trial.config] = trial.ms
     near = sorted(by_key, key=lambda other: octaves(other, key))[:RIVAL_CELLS]
-    return list(dict.fromkeys(c for n in near for c in sorted(by_key[n], key=by_key[n].__getitem__)[:RIVALS]))
+    return list(dict.fromkeys(config for n in near for config in _best(by_key[n])))
+
+
+def _best(ms: Mapping[AttentionConfig, float]) -> list[AttentionConfig]:
+    """The RIVALS fastest configs, and the fastest of each of the TILES fastest tiles."""
+    fastest = sorted(ms, key=ms.__getitem__)
+    of_tiles: dict[tuple, AttentionConfig] = {}
+    for config in fastest:
+        of_tiles.setdefault((config.variant, config.BLOCK_M, config.BLOCK_N, config.num_warps, config.splits), config)
+    return [*fastest[:RIVALS], *list(of_tiles.values())[:TILES]]
 
 
 class Audit:
