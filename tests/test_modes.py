@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from fake_landscape import BEST, DEFAULT, FakeFarm, make_tools
 from test_audit import NEAR, Lengths
 from test_coordinator import FakePool
+from test_settle import OTHER, Tied
 
 from zyfa.device import device_of_sku
 from zyfa.tuner import cli, session
@@ -101,6 +102,16 @@ def test_what_an_audit_leaves_is_tuned_as_a_workload(tune, tmp_path):
     lengths = {row.seqlen_q: row.config for row in read(tmp_path / "db.sqlite") if row.seqlen_q == row.seqlen_k}
     assert result.exit_code == 0 and "nothing to do" not in result.output
     assert set(lengths) == {384, 512, 768, 1024} and lengths[512] == lengths[1024] == BEST
+
+
+def test_a_search_settles_ties_at_the_other_lengths(tune, tmp_path):
+    """Until a run without --split is told to keep the winners of the cells' ends."""
+    seeds = (BEST, OTHER)
+    result = tune("--effort", "quick", "--no-split", pool=Tied, seeds=seeds)
+    assert {row.config for row in read(tmp_path / "db.sqlite")} == {BEST} and "serves its" not in result.output
+    result = tune("--effort", "quick", "--fresh", pool=Tied, seeds=seeds)
+    assert result.output.count("serves its other lengths better") >= 2
+    assert {row.config for row in read(tmp_path / "db.sqlite") if row.seqlen_q in (512, 1024)} == {OTHER}
 
 
 def test_a_recheck_says_what_it_found(tune, monkeypatch):

@@ -47,14 +47,16 @@ class Finding(NamedTuple):
     regret: float
     regret_lo: float
     outcome: str = "ok"
+    times: Mapping[AttentionConfig, float] = {}  # ms of all that were valid
 
 
 class Plan(NamedTuple):
-    """A shape to audit, the config that it gets, and how that was found."""
+    """A shape to audit, the config that it gets, how that was found, and its rivals if they are not the known ones."""
 
     key: AttentionKey
     config: AttentionConfig
     match: str
+    rivals: tuple[AttentionConfig, ...] = ()
 
 
 def irregular(cells: Sequence[PlannedCell], number: int, seed: int) -> list[AttentionKey]:
@@ -106,8 +108,13 @@ def _best(ms: Mapping[AttentionConfig, float]) -> list[AttentionConfig]:
     fastest = sorted(ms, key=ms.__getitem__)
     of_tiles: dict[tuple, AttentionConfig] = {}
     for config in fastest:
-        of_tiles.setdefault((config.variant, config.BLOCK_M, config.BLOCK_N, config.num_warps, config.splits), config)
+        of_tiles.setdefault(tile_of(config), config)
     return [*fastest[:RIVALS], *list(of_tiles.values())[:TILES]]
+
+
+def tile_of(config: AttentionConfig) -> tuple:
+    """What decides how a config's time grows with the length: how full the last blocks are, what quantising costs."""
+    return config.variant, config.BLOCK_M, config.BLOCK_N, config.num_warps, config.splits, config.recipe
 
 
 class Audit:
@@ -123,7 +130,7 @@ class Audit:
 
         Everything is handed to the compilers at once. The GPUs take shapes in turn.
         """
-        compared = [self._compared(plan.key, plan.config) for plan in plans]
+        compared = [self._compared(plan) for plan in plans]
         builds = [
             [self._tools.compile(plan.key, c) for c in configs] for plan, configs in zip(plans, compared, strict=True)
         ]
@@ -148,21 +155,22 @@ class Audit:
             take()
         return found
 
-    def _compared(self, key: AttentionKey, chosen: AttentionConfig) -> list[AttentionConfig]:
-        legal = self._tools.space(key).broken_rule
-        others = [self._tools.seeds(key)[0], *rivals(key, self._trials)]
-        return list(dict.fromkeys([chosen, *(config for config in others if legal(config) is None)]))
+    def _compared(self, plan: Plan) -> list[AttentionConfig]:
+        legal = self._tools.space(plan.key).broken_rule
+        others = plan.rivals or (self._tools.seeds(plan.key)[0], *rivals(plan.key, self._trials))
+        return list(dict.fromkeys([plan.config, *(config for config in others if legal(config) is None)]))
 
 
 def _finding(plan: Plan, configs: Sequence[AttentionConfig], results: Sequence[Result]) -> Finding:
     """Of the results of configs[0], which is the plan's, and of its rivals."""
-    key, chosen, match = plan
+    key, chosen, match, _ = plan
     if results[0].outcome != "ok":
         return Finding(key, chosen, match, chosen, None, 0.0, 0.0, results[0].outcome)
     valid = [i for i, result in enumerate(results) if result.outcome == "ok"]
     verdict = decide([results[i].timing() for i in valid], min_gain=0.0)
     best = configs[valid[verdict.winner]]
-    return Finding(key, chosen, match, best, results[0].ms, verdict.gain, verdict.gain_lo)
+    times = {configs[i]: ms for i in valid if (ms := results[i].ms) is not None}
+    return Finding(key, chosen, match, best, results[0].ms, verdict.gain, verdict.gain_lo, times=times)
 
 
 def describe(found: Finding) -> str:

@@ -217,7 +217,7 @@ class Options:
     "--split/--no-split",
     default=True,
     help="After searching, sample the lower half of each measured cell, and tune it on its own where the cell's winner "
-    "loses more than 3 % there.",
+    "loses more than 3 % there; and let other lengths decide between configs that tie at a cell's upper end.",
 )
 @click.option("--gpus", type=Parsed("list", parse_gpus), default="all", help="GPUs to measure on, like 0,1.")
 @click.option("--engine", type=click.Choice(["local"]), default="local", help="Where workers run: this machine.")

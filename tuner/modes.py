@@ -19,6 +19,7 @@ from .cli import Options
 from .exhaustive import Recording
 from .plan import PlannedCell
 from .progress import cell_name
+from .settle import settle
 from .split import half_of, probes, promise_broken
 from .stop import Stop
 from .worker import WorkerPool
@@ -119,3 +120,16 @@ def split_cells(run: Run, cells: Sequence[CellRun]) -> tuple[list[PlannedCell], 
             worst = max(each.regret for each in found)
             run.say(f"zyfa-tune: {cell_name(cell.key)}: {worst:.1f} % lost in the lower half, which is tuned alone now")
     return halves, better
+
+
+def settle_cells(run: Run, cells: Sequence[CellRun]) -> None:
+    """Crowns what serves all lengths of a cell better than a winner that it ties with at the end."""
+    assert run.store is not None
+    stopped = lambda: run.stop.requested() or time.monotonic() >= run.setup.deadline  # noqa: E731
+    for cell, config in settle(cells, _audit(run), run.options.seed, stopped):
+        number, result = cell.results[config]
+        cell.winner = config, result
+        run.store.set_winner(
+            number, confidence=cell.confidence, trials=len(cell.study.times), default_ms=cell.default_ms
+        )
+        run.say(f"zyfa-tune: {cell_name(cell.key)}: {config} serves its other lengths better")

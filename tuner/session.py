@@ -26,7 +26,7 @@ from .compile import CompileFarm
 from .coordinator import Coordinator
 from .effort import EFFORTS
 from .gate import gate
-from .modes import Run, audit, record, split_cells
+from .modes import Run, audit, record, settle_cells, split_cells
 from .progress import LiveProgress, PlainProgress, cell_name, duration
 from .report import moved, print_table, row_of, to_json, why_none, write_html
 from .stop import Stop
@@ -152,6 +152,7 @@ def _search(run: Run) -> int:
             _say(run.console, f"zyfa-tune: {cell_name(cell.key)}: no time was left; the whole cell's winner serves it")
         else:
             cells.append(cell)
+    settle_cells(run, cells)
     return _finish(run, cells)
 
 
