@@ -152,6 +152,18 @@ def test_tensor_maps_are_encoded_once_and_moved(cuda):
     assert len(cuda.encoded) == 2
 
 
+@pytest.mark.parametrize("moved", [{"base": 1 << 41}, {"addresses": [256, 512, 768, 4096]}], ids=["workspace", "out"])
+def test_whatever_moved_is_written_again(cuda, moved):
+    """A run on the addresses of the one before writes none; the next one that differs in any writes all."""
+    plan, here = plan_of(cuda, recorded("fp8", True)), {"addresses": [256, 512, 768, 1024], "base": 1 << 40}
+    runs = []
+    for place in (here, here, here | moved, here):
+        cuda.launches.clear()
+        plan.run(**place)
+        runs.append(cuda.launches.copy())
+    assert runs[0] == runs[1] == runs[3] != runs[2]
+
+
 def test_a_new_stream_is_used_at_once(cuda, monkeypatch, record):
     plan = plan_of(cuda, record)
     for stream in (33, 44, 33):

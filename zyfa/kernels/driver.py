@@ -114,23 +114,32 @@ class Packed:
         self._write = struct.Struct(f"{inputs}Q").pack_into
         self._launches = [self._packed(launch, i > 0) for i, launch in enumerate(launches)]
         self._at = [_NOWHERE] * len(self._maps)  # where each tensor map points
+        self._addresses: Sequence[int] = ()
         self._base = self._stream = _NOWHERE
         self._context = ctypes.c_void_p()
         self._check(driver.context(ctypes.byref(self._context)))
 
     def run(self, addresses: Sequence[int], stream: int, base: int) -> None:
         """Launches on a stream (a CUstream) with the addresses of the inputs and of the workspace."""
-        self._write(self._cells, 0, *addresses)
-        if base != self._base:
-            self._base = _NOWHERE  # an interrupt may leave it half moved
-            for cell, offset in self._offsets:
-                self._cells[cell] = base + offset
-            self._base = base
+        if addresses != self._addresses or base != self._base:
+            self._addresses, self._base = (), _NOWHERE  # an interrupt may leave them half moved
+            self._move(addresses, base)
+            self._addresses, self._base = addresses, base
         if stream != self._stream:
             self._stream = _NOWHERE
             for launch in self._launches:
                 launch.config.stream = stream
             self._stream = stream
+        start = self._driver.launch
+        for config, function, parameters, *_ in self._launches:
+            if status := start(config, function, parameters, None):
+                self._again(status, start, config, function, parameters, None)
+
+    def _move(self, addresses: Sequence[int], base: int) -> None:
+        """Writes where the tensors of this run lie, and moves the tensor maps whose tensor moved."""
+        self._write(self._cells, 0, *addresses)
+        for cell, offset in self._offsets:
+            self._cells[cell] = base + offset
         for i, (pointer, (source, offset), _) in enumerate(self._maps):
             address = base + offset if source is None else addresses[source]
             if address != self._at[i]:
@@ -138,10 +147,6 @@ class Packed:
                 if status := self._driver.move(pointer, ctypes.c_void_p(address)):
                     self._again(status, self._driver.move, pointer, ctypes.c_void_p(address))
                 self._at[i] = address
-        start = self._driver.launch
-        for config, function, parameters, *_ in self._launches:
-            if status := start(config, function, parameters, None):
-                self._again(status, start, config, function, parameters, None)
 
     def _again(self, status: int, function: Callable[..., int], *args) -> None:
         """A thread that has not used the GPU yet has no context: it enters the one of the recording."""
