@@ -124,9 +124,10 @@ def split_cells(run: Run, cells: Sequence[CellRun]) -> tuple[list[PlannedCell], 
 
 def settle_cells(run: Run, cells: Sequence[CellRun]) -> None:
     """Crowns what serves all lengths of a cell better than a winner that it ties with at the end."""
-    assert run.store is not None
+    assert run.pool is not None and run.store is not None
     stopped = lambda: run.stop.requested() or time.monotonic() >= run.setup.deadline  # noqa: E731
-    for cell, config in settle(cells, _audit(run), run.options.seed, stopped):
+    audit = Audit((), run.setup, run.tools, run.pool)  # of rivals that the cells name
+    for cell, config in settle(cells, audit, run.options.seed, stopped):
         number, result = cell.results[config]
         cell.winner = config, result
         run.store.set_winner(

@@ -4,9 +4,10 @@ A row is tuned at the upper end of its lengths. Tiles that differ by less than t
 above a multiple of their rows or keys, where the last block is nearly empty (an H200, BF16, 289 to 446 tokens).
 """
 
+import itertools
 import random
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from zyfa.config import AttentionConfig, AttentionKey, Cell, octave_of
 
@@ -66,20 +67,20 @@ def best_overall(run: CellRun, found: Sequence[Finding]) -> AttentionConfig | No
     return best if losses[best] < (1 - GAIN) * losses[winner] else None
 
 
-def settle(runs: Sequence[CellRun], audit: Audit, seed: int, stopped) -> list[tuple[CellRun, AttentionConfig]]:
+def settle(
+    runs: Sequence[CellRun], audit: Audit, seed: int, stopped: Callable[[], bool]
+) -> list[tuple[CellRun, AttentionConfig]]:
     """The cells whose winner should be another config, and that; all their lengths are timed as one audit."""
     halves = {run.planned.cell for run in runs}
-    open_runs = [run for run in runs if run.winner and not run.known and candidates(run)]
-    plans = [
-        (run, Plan(key, run.winner[0], "cell", tuple(candidates(run))))
-        for run in open_runs
-        for key in lengths(run, halves, seed)
-        if run.winner
+    planned = [
+        (run, [Plan(key, run.winner[0], "cell", tuple(rivals)) for key in lengths(run, halves, seed)])
+        for run in runs
+        if run.winner and not run.known and (rivals := candidates(run))
     ]
-    found = audit.run([plan for _, plan in plans], stopped)
+    found = iter(audit.run([plan for _, plans in planned for plan in plans], stopped))
     better = []
-    for run in open_runs:
-        own = [each for (of, _), each in zip(plans, found, strict=False) if of is run]
-        if len(own) == PROBES and (config := best_overall(run, own)):
+    for run, plans in planned:
+        own = list(itertools.islice(found, len(plans)))
+        if plans and len(own) == len(plans) and (config := best_overall(run, own)):
             better.append((run, config))
     return better
