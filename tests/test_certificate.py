@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
+from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
 from databases import CONFIG, TOOLS, a_key
 
+from zyfa.archs import default_config
 from zyfa.device import device_of_sku
 from zyfa.recipes import RECIPES
 from zyfa.reference import attention_ref, emulate, relative_error
 from zyfa.tuner import certificate
 from zyfa.tuner.axis import RecipeAxis
-from zyfa.tuner.certificate import SEEDS, STATED, certified, certify, emulation, guarded, kernel
+from zyfa.tuner.certificate import SEEDS, STATED, build_ahead, certified, certify, emulation, guarded, kernel
 from zyfa.tuner.inputs import FAMILIES, Shape, load_activations
 from zyfa.tuner.space import FP8_RECIPES, MAX_RECIPE_ERROR
 from zyfa.tuning_db.certificates import certificates
@@ -163,3 +166,30 @@ def test_a_front_searches_what_is_certified_and_admits_no_more():
 def test_a_bound_that_nothing_meets_is_named_with_what_there_is():
     why = dataclasses.replace(AXIS, max_error=0.01).without_any([a_key(dtype="fp8")])
     assert why == "no recipe is within 0.01 at head dim 128; certified are bf16qk 0.030, block 0.200"
+
+
+def test_what_is_missing_is_built_side_by_side_before_any_of_it_runs(short, tmp_path):
+    """One build for each recipe and class that is not known, at the default tile; what breaks a limit has none."""
+    order, classes = [], [(64, 64, True), (64, 64, False)]
+
+    def compile(key, config):
+        order.append((key.head_dim, key.causal, config.recipe, config == default_config("sm90", key, config.recipe)))
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def attend(qkv, recipe, causal):
+        order.append("run")
+        return emulate(*qkv, recipe, causal=causal)
+
+    ahead = partial(build_ahead, compile, "sm90")
+    with Store(tmp_path / "db.sqlite", device_of_sku("h200")) as store:
+        args = (store, TOOLS, "measured", classes)
+        certified(*args, ("bf16qk",), attend, print)
+        order.clear()
+        certified(*args, ("bf16qk", "head", "mx"), attend, print, ahead)
+        built = len(order) - order.count("run")
+        assert order[:built] == [(64, True, "head", True), (64, False, "head", True)], "mx is for gfx950 alone"
+        order.clear()
+        certified(*args, ("bf16qk", "head", "mx"), attend, print, ahead)
+        assert order == [], "nothing is missing"

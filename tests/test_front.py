@@ -101,7 +101,7 @@ def tune(monkeypatch, tmp_path):
     """zyfa-tune on the fake landscape with certificates that cost nothing; the recipes' errors are those stated."""
     asked = []
 
-    def certified(store, toolchain, trust, classes, recipes, attend, say):
+    def certified(store, toolchain, trust, classes, recipes, attend, say, ahead):
         asked.append((trust, tuple(recipes)))
         worst = {(recipe, at): 0.03 if recipe == "bf16qk" else 0.2 for recipe in CERTIFIED for at in classes}
         for recipe, at in worst:

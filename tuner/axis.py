@@ -11,7 +11,7 @@ from zyfa.recipes import PRESETS, RECIPES
 from zyfa.tuning_db.schema import Toolchain
 from zyfa.tuning_db.store import Store
 
-from .certificate import Class, certified, emulation, kernel
+from .certificate import Class, Open, certified, emulation, kernel
 from .cli import Options
 
 
@@ -61,11 +61,12 @@ class RecipeAxis:
 
 def recipe_axis(
     options: Options, device: Device, store: Store | None, toolchain: Toolchain, trust: str, gpus: Sequence[int],
-    say: Callable[[str], None],
+    say: Callable[[str], None], ahead: Callable[[Open], None],
 ) -> RecipeAxis:  # fmt: skip
     """Certifies the recipes of a run in every class of its FP8 cells: on the first GPU, or by emulation without one.
 
-    Where nothing is stored (method "compile") the errors that the recipes state have to do.
+    Where nothing is stored (method "compile") the errors that the recipes state have to do. ahead: is told what a GPU
+    has to certify, before it does.
     """
     keys = [planned.key for planned in options.cells if planned.key.dtype == "fp8"]
     recipes = tuple(dict.fromkeys((*options.recipes, *(PRESETS.values() if options.pareto else ()))))
@@ -76,5 +77,5 @@ def recipe_axis(
         if not gpus:  # small tensors: two threads on cores that also compile took 26 times as long as one
             torch.set_num_threads(1)
         attend = kernel(device.arch, torch.device("cuda", gpus[0])) if gpus else emulation(device.arch)
-        worst = certified(store, toolchain, trust, classes, recipes, attend, say)
+        worst = certified(store, toolchain, trust, classes, recipes, attend, say, ahead if gpus else lambda new: None)
     return RecipeAxis(recipes, worst, options.max_error.recipe, options.pareto)

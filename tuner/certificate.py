@@ -6,12 +6,13 @@ what lost a layer there may lose one here, and a wheel, which has no samples, is
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 
 import torch
 
 from zyfa.archs import default_config
-from zyfa.config import AttentionKey
+from zyfa.config import AttentionConfig, AttentionKey
 from zyfa.limits import broken_limit
 from zyfa.recipes import RECIPES
 from zyfa.reference import attention_ref, emulate, relative_error
@@ -28,6 +29,7 @@ GUARD_ROWS = 128  # of NaN before and after Q, K and V in memory
 
 Attend = Callable[[QKV, str, bool], torch.Tensor]  # (inputs, recipe, causal) -> output
 Class = tuple[int, int, bool]  # head_dim, head_dim_v, causal
+Open = Mapping[Class, Sequence[str]]  # recipes by class
 
 
 def certificate_inputs(head_dim: int, head_dim_v: int) -> Iterator[tuple[str, QKV]]:
@@ -102,20 +104,33 @@ def kernel(arch: str, device: torch.device) -> Attend:
     return attend
 
 
+def kernel_key(at: Class) -> AttentionKey:
+    """A call like those that certify a class; their builds serve any number of heads and rows."""
+    return AttentionKey("fp8", *at[:2], 4, 2, 1, SEQLEN, SEQLEN, at[2])
+
+
+def build_ahead(compile: Callable[[AttentionKey, AttentionConfig], Future], arch: str, new: Open) -> None:
+    """Compiles side by side what kernel() would compile one after the other, and waits; failures show there."""
+    calls = [(kernel_key(at), recipe) for at, recipes in new.items() for recipe in recipes]
+    configs = [(key, default_config(arch, key, recipe)) for key, recipe in calls]
+    wait([compile(key, config) for key, config in configs if broken_limit(config, key, arch) is None])
+
+
 def certified(
     store: Store, toolchain: Toolchain, trust: str, classes: Iterable[Class], recipes: Sequence[str], attend: Attend,
-    say: Callable[[str], None],
+    say: Callable[[str], None], ahead: Callable[[Open], None] = lambda new: None,
 ) -> dict[tuple[str, Class], float]:  # fmt: skip
     """The worst error of each recipe in each class: from the store where it is known, else found now and stored.
 
-    A recipe that fails has no entry; `say` is told why.
+    A recipe that fails has no entry; `say` is told why. ahead: is told what is not known before any of it is found.
     """
     known = {(c.recipe, (c.head_dim, c.head_dim_v, c.causal)): c.worst for c in certificates(store, toolchain, trust)}
-    for at in dict.fromkeys(classes):
-        new = [recipe for recipe in recipes if (recipe, at) not in known]
-        if not new:
-            continue
-        found, bad = certify(new, at, attend)
+    missing = {at: [recipe for recipe in recipes if (recipe, at) not in known] for at in dict.fromkeys(classes)}
+    new = {at: names for at, names in missing.items() if names}
+    if new:
+        ahead(new)
+    for at, names in new.items():
+        found, bad = certify(names, at, attend)
         for certificate in found:
             add_certificate(store, toolchain, trust, certificate)
             known[certificate.recipe, at] = certificate.worst

@@ -20,6 +20,7 @@ from zyfa.tuning_db.store import Store
 from . import model, space
 from .axis import RecipeAxis, recipe_axis
 from .cells import CellRun, Setup, Tools
+from .certificate import Open, build_ahead
 from .claims import claim_of
 from .cli import Options
 from .compile import CompileFarm
@@ -114,20 +115,13 @@ def _tune(options: Options, device: Device, method: str, gpus, console: Console,
     begun = time.monotonic()
     path = options.db or user_db_path(device)
     store, outdated = _open(path, device, method)
-    axis = _axis(options, device, store, method, gpus, console)
     pool = WorkerPool(gpus, device.arch) if gpus else None
     farm = LazyFarm(device.arch, method)
     stop.at_once = lambda: [part.close() for part in (pool, farm) if part]
-    reserve = FINAL_S * len(options.cells) if method == "measure" else 0.0
-    deadline = begun + max(options.budget_s - reserve, options.budget_s / 2) if options.budget_s else float("inf")
-    setup = Setup(
-        method, _toolchain(method), EFFORTS[options.effort], 2 * farm.processes, options.max_error.ratio, options.seed,
-        sampler=options.sampler, fresh=not options.resume or outdated, recheck=options.recheck,
-        deadline=deadline,
-        admits=axis.admits, fronted=axis.fronted,
-    )  # fmt: skip
-    run = Run(options, device, setup, _tools(device, method, farm, axis), store, path, pool, console, stop, begun)
     try:
+        axis = _axis(options, device, store, method, pool, farm, console)
+        setup = _setup(options, method, axis, 2 * farm.processes, outdated, begun)
+        run = Run(options, device, setup, _tools(device, method, farm, axis), store, path, pool, console, stop, begun)
         if options.exhaustive is not None:
             return record(run)
         if options.audit is not None:
@@ -137,6 +131,16 @@ def _tune(options: Options, device: Device, method: str, gpus, console: Console,
         for part in (pool, farm, store):
             if part is not None:
                 part.close()
+
+
+def _setup(options: Options, method: str, axis: RecipeAxis, lookahead: int, outdated: bool, begun: float) -> Setup:
+    reserve = FINAL_S * len(options.cells) if method == "measure" else 0.0
+    deadline = begun + max(options.budget_s - reserve, options.budget_s / 2) if options.budget_s else math.inf
+    return Setup(
+        method, _toolchain(method), EFFORTS[options.effort], lookahead, options.max_error.ratio, options.seed,
+        sampler=options.sampler, fresh=not options.resume or outdated, recheck=options.recheck, deadline=deadline,
+        admits=axis.admits, fronted=axis.fronted,
+    )  # fmt: skip
 
 
 def _search(run: Run) -> int:
@@ -197,14 +201,23 @@ class LazyFarm:
             self._farm.close()
 
 
-def _axis(options: Options, device: Device, store: Store | None, method: str, gpus, console: Console) -> RecipeAxis:
+def _axis(
+    options: Options, device: Device, store: Store | None, method: str, pool: WorkerPool | None, farm: LazyFarm,
+    console: Console,
+) -> RecipeAxis:  # fmt: skip
     """The run's recipes; a usage error where none may win."""
     trust = "measured" if method == "measure" else "predicted"
     say = lambda line: _say(console, f"zyfa-tune: {line}")  # noqa: E731
-    axis = recipe_axis(options, device, store, _toolchain(method), trust, gpus, say)
+
+    def ahead(new: Open) -> None:
+        """On an H200 with 16 cores the first trial of a cold run began after 37 s, most of them for this."""
+        if pool is not None:
+            pool.start()
+        build_ahead(farm.submit, device.arch, new)
+
+    gpus = pool.gpus if pool else ()
+    axis = recipe_axis(options, device, store, _toolchain(method), trust, gpus, say, ahead)
     if why := axis.without_any([cell.key for cell in options.cells]):
-        if store is not None:
-            store.close()
         raise click.UsageError(f"--max-error: {why}")
     return axis
 

@@ -136,7 +136,7 @@ class Worker:
         Who is killed by SIGKILL did not crash: a person or the system wanted memory back. The job is run again, at most
         MAX_KILLS times.
         """
-        self._ensure_started()
+        self.start()
         begun = time.monotonic()
         try:
             return self._run(job, limit_s)
@@ -156,7 +156,7 @@ class Worker:
             killed = not told and self._exit_code() == -signal.SIGKILL
             self.kill()
             if killed and killed_before < MAX_KILLS and not self._closed:
-                self._ensure_started()
+                self.start()
                 return self._run(job, limit_s, killed_before + 1)
             return self._all(job, "crashed", told or self._epitaph())
 
@@ -179,7 +179,8 @@ class Worker:
             raise _Died(value)
         return value
 
-    def _ensure_started(self) -> None:
+    def start(self) -> None:
+        """Starts the process if there is none and waits until it is ready; raises WorkerError where it never is."""
         if self._process is not None and self._process.is_alive():
             return
         for _ in range(MAX_BAD_STARTS):
@@ -230,6 +231,11 @@ class WorkerPool:
     def submit(self, gpu: int, job: Job, limit_s: float) -> "Future[list[Result]]":
         """A future of the job's results; it raises WorkerError where the worker itself is broken."""
         return self._threads[gpu].submit(self._workers[gpu].run, job, limit_s)
+
+    def start(self) -> None:
+        """Begins to start the processes, which the first jobs would have to wait for; returns at once."""
+        for gpu, worker in self._workers.items():
+            self._threads[gpu].submit(worker.start)
 
     def usage(self) -> dict[int, Usage]:
         """What each GPU did so far."""
