@@ -10,8 +10,8 @@ from test_coordinator import MEASURE, FakePool
 from zyfa.config import octave
 from zyfa.device import device_of_sku
 from zyfa.tuner.audit import Audit
-from zyfa.tuner.settle import PROBES, candidates, lengths, settle
-from zyfa.tuner.split import half_of
+from zyfa.tuner.settle import candidates, lengths, settle
+from zyfa.tuner.split import PROBES, half_of
 from zyfa.tuner.worker import Result
 from zyfa.tuning_db.store import Store
 

@@ -106,15 +106,17 @@ def rivals(key: AttentionKey, trials: Iterable[Trial]) -> list[AttentionConfig]:
 def _best(ms: Mapping[AttentionConfig, float]) -> list[AttentionConfig]:
     """The RIVALS fastest configs, and the fastest of each of the TILES fastest tiles."""
     fastest = sorted(ms, key=ms.__getitem__)
-    of_tiles: dict[tuple, AttentionConfig] = {}
-    for config in fastest:
-        of_tiles.setdefault(tile_of(config), config)
-    return [*fastest[:RIVALS], *list(of_tiles.values())[:TILES]]
+    return [*fastest[:RIVALS], *one_of_each_tile(fastest)[:TILES]]
 
 
-def tile_of(config: AttentionConfig) -> tuple:
-    """What decides how a config's time grows with the length: how full the last blocks are, what quantising costs."""
-    return config.variant, config.BLOCK_M, config.BLOCK_N, config.num_warps, config.splits, config.recipe
+def one_of_each_tile(configs: Iterable[AttentionConfig]) -> list[AttentionConfig]:
+    """The first config of each tile and recipe, which decide how a time grows with the length: by how full the last
+    blocks are, and what quantising costs.
+    """
+    first: dict[tuple, AttentionConfig] = {}
+    for c in configs:
+        first.setdefault((c.variant, c.BLOCK_M, c.BLOCK_N, c.num_warps, c.splits, c.recipe), c)
+    return list(first.values())
 
 
 class Audit:

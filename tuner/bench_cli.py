@@ -1,6 +1,7 @@
 """zyfa-bench: the evidence, as tables on a terminal and as JSON whose numbers can be recomputed."""
 
 import datetime
+import functools
 import importlib.util
 import json
 import math
@@ -363,6 +364,7 @@ def environment(device: str) -> dict[str, str]:
     }
 
 
+@functools.cache
 def _driver() -> str:
     if torch.version.hip:
         return f"hip {torch.version.hip}"

@@ -45,6 +45,10 @@ class Run:
     def say(self, line: str) -> None:
         self.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
 
+    def over(self) -> bool:
+        """Whether the run is to end: somebody says so, or its budget is spent."""
+        return self.stop.requested() or time.monotonic() >= self.setup.deadline
+
     def exit_code(self) -> int:
         return 128 + self.stop.signum if self.stop.signum else 0
 
@@ -71,8 +75,7 @@ def audit(run: Run) -> int:
     """Audits irregular shapes; returns the exit code. With --out, the cells that lose are left there as workloads."""
     assert run.options.audit is not None
     keys = irregular(run.options.cells, run.options.audit, run.options.seed)
-    stopped = lambda: run.stop.requested() or time.monotonic() >= run.setup.deadline  # noqa: E731
-    found = _audit(run).run(lookup_plans(keys, run.path, run.device), stopped, run.say)
+    found = _audit(run).run(lookup_plans(keys, run.path, run.device), run.over, run.say)
     if run.options.json:
         seconds = round(time.monotonic() - run.begun, 1)
         head = {"sku": run.device.sku_key, **run.setup.toolchain._asdict(), "seconds": seconds}
@@ -125,9 +128,8 @@ def split_cells(run: Run, cells: Sequence[CellRun]) -> tuple[list[PlannedCell], 
 def settle_cells(run: Run, cells: Sequence[CellRun]) -> None:
     """Crowns what serves all lengths of a cell better than a winner that it ties with at the end."""
     assert run.pool is not None and run.store is not None
-    stopped = lambda: run.stop.requested() or time.monotonic() >= run.setup.deadline  # noqa: E731
     audit = Audit((), run.setup, run.tools, run.pool)  # of rivals that the cells name
-    for cell, config in settle(cells, audit, run.options.seed, stopped):
+    for cell, config in settle(cells, audit, run.options.seed, run.over):
         number, result = cell.results[config]
         cell.winner = config, result
         run.store.set_winner(

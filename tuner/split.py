@@ -12,18 +12,21 @@ from .plan import PlannedCell, key_of
 PROBES = 3  # lengths of the lower half
 
 
+def odd_lengths(low: int, high: int, seed: int) -> list[int]:
+    """PROBES odd lengths, drawn from as many equal parts of those above low up to high; none of fewer than PROBES."""
+    draw, step = random.Random(seed), (high - low) / PROBES
+    if step < 1:
+        return []
+    return [draw.randint(round(low + i * step) + 1, round(low + (i + 1) * step)) - 1 | 1 for i in range(PROBES)]
+
+
 def probes(planned: PlannedCell, seed: int) -> list[AttentionKey]:
     """Odd lengths of the lower half of a cell (a half has none), the last with fewer heads where it has many."""
-    key, draw = planned.key, random.Random(seed)
-    low, high = key.seqlen_q // 2 + 1, 3 * key.seqlen_q // 4
-    if low >= high or planned.cell != octave_of(planned.cell):
-        return []
-    step = (high - low) / PROBES
-    keys = []
-    for i in range(PROBES):
-        seqlen = draw.randint(round(low + i * step), round(low + (i + 1) * step)) | 1
-        keys.append(key._replace(seqlen_q=seqlen, seqlen_k=seqlen + key.seqlen_k * 3 // 4 - high))
-    return [*keys[:-1], fewer_heads(keys[-1])]
+    key = planned.key
+    low, high = key.seqlen_q // 2, 3 * key.seqlen_q // 4
+    seqlens = odd_lengths(low, high, seed) if planned.cell == octave_of(planned.cell) else []
+    keys = [key._replace(seqlen_q=n, seqlen_k=n + key.seqlen_k * 3 // 4 - high) for n in seqlens]
+    return [*keys[:-1], *map(fewer_heads, keys[-1:])]
 
 
 def promise_broken(found: Sequence[Finding]) -> bool:

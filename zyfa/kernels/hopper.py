@@ -4,13 +4,14 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..archs import ARCHS
 from ..config import AttentionConfig
 from ..limits import stages_output
 from ..recipes import QUANT_ROWS
 from .attn_gluon import attn_gluon
 from .gluon_ring import Options
-from .operands import Operands, Shape, strides_of
-from .replay import Compiler, Recorder, ahead
+from .operands import Operands, Shape, ahead, strides_of
+from .replay import Compiler, Recorder
 
 ROWS = 64  # of one consumer, which has four warps
 WARPS = 4
@@ -65,7 +66,7 @@ def start(
         shape.rows8_q, shape.total_q, shape.batch * shape.nheads, shape.nheads, shape.nheads // shape.nheads_k,
         shape.seqlen_q, shape.seqlen_k, num_m_blocks, left, right,
     )  # fmt: skip
-    overlap = ahead(ops.v_quantised and shape.short)  # quantisers run before
+    overlap = ahead(ARCHS["sm90"], shape, ops.v_quantised)  # quantisers run before
     options = Options(
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_LSE=lse is not None, QK_QUANTISED=ops.qk_quantised,
         V_QUANTISED=ops.v_quantised, QK_BLOCKS=ops.qk_scales == "block", V_BLOCKS=ops.v_scales == "block",

@@ -11,9 +11,9 @@ from ..config import AttentionConfig, AttentionKey
 from ..recipes import QUANT_ROWS, RECIPES
 from .attn_fwd import attn_fwd
 from .merge import merge_splits
-from .operands import Operands, Shape, as_descriptors, plain, shape_of, strides_of
+from .operands import Operands, Shape, ahead, as_descriptors, plain, shape_of, strides_of
 from .quantiser import Quantiser
-from .replay import Compiler, Plan, Recorder, ahead, distinct
+from .replay import Compiler, Plan, Recorder, distinct
 
 LOG2E = 1.4426950408889634
 MERGED_VALUES = 2048  # of each part that a program of merge_splits holds: 16 rows of 128
@@ -61,7 +61,7 @@ def _constants(ops: Operands, shape: Shape, config: AttentionConfig, arch: Arch,
         "LONGEST_FIRST": config.longest_first and right >= 0, "HEAD_GROUP": config.head_group,
         "ASYNC_COPY": config.async_copy, "SPLITS": config.splits, "PACK_GQA": _packs(config, shape),
         "XCDS": config.xcds,
-    } | ahead(arch.overlaps and shape.short and (ops.v_quantised or config.splits > 1))  # fmt: skip
+    } | ahead(arch, shape, ops.v_quantised or config.splits > 1)  # fmt: skip
 
 
 def prepare_operands(
@@ -226,7 +226,7 @@ def _merge(
     constants = {
         "SPLITS": splits, "VARLEN": shape.varlen, "HAS_LSE": lse is not None,
         "HEAD_DIM_V": shape.head_dim_v, "BLOCK_DV": shape.block_dv, "ROWS": rows, "num_warps": 4,
-    } | ahead(arch.overlaps and shape.short)  # fmt: skip
+    } | ahead(arch, shape)  # fmt: skip
     launcher.start(merge_splits, (programs_of_head * parts.shape[1],), (*args, shape.total_q), constants)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..archs import Arch
 from ..config import AttentionConfig, octave
 from ..recipes import QUANT_ROWS
 
@@ -53,18 +54,21 @@ class Shape(NamedTuple):
     def blocks_k(self) -> int:
         return -(-self.seqlen_k // QUANT_ROWS)
 
-    @property
-    def short(self) -> bool:
-        """Whether it pays that a launch of the call starts while the one before ends.
-
-        On an H200 calls of 512 to 2048 tokens (32/8 heads) took 0 to 5 % less time with it (0.6 to 1.7 us), calls of
-        4096 and 8192 0.2 to 0.6 % more: programs of the next launch wait where those of this one could run.
-        """
-        return self.batch * (self.nheads * self.blocks_q + 2 * self.nheads_k * self.blocks_k) <= SHORT_BLOCKS
-
     def _rows8(self, total: int, seqlen: int) -> int:
         blocks = -(-total // QUANT_ROWS) + self.batch if self.varlen else -(-seqlen // QUANT_ROWS)
         return blocks * QUANT_ROWS
+
+
+def ahead(arch: Arch, shape: Shape, among_others: bool = True) -> dict:
+    """Constants of a launch: may its programs start while the launch before ends (rows.take_over)?
+
+    Programmatic dependent launch, in short calls of several launches: on an H200 calls of 512 to 2048 tokens (32/8
+    heads) took 0 to 5 % less time with it (0.6 to 1.7 us), calls of 4096 and 8192 0.2 to 0.6 % more, as programs of the
+    next launch wait where those of this one could run.
+    """
+    blocks = shape.batch * (shape.nheads * shape.blocks_q + 2 * shape.nheads_k * shape.blocks_k)
+    overlap = arch.overlaps and among_others and blocks <= SHORT_BLOCKS
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 
 class Operands(NamedTuple):

@@ -6,9 +6,9 @@ import torch
 
 from ..archs import Arch
 from ..recipes import FP8_MAX, INT8_MAX, MX_GROUP, QUANT_ROWS, Recipe, p_offset
-from .operands import Operands, Shape, strides_of
+from .operands import Operands, Shape, ahead, strides_of
 from .quantize import quantize
-from .replay import Compiler, Recorder, ahead
+from .replay import Compiler, Recorder
 from .statistics import channel_amax, chunk_amax, column_sums
 
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
@@ -106,7 +106,7 @@ class Quantiser(NamedTuple):
         amax = self._empty(sum(counts), like=q).split(counts)
         args = (q, k, v, *amax, self.cu_seqlens_q, self.cu_seqlens_k, *strides_of(q), *strides_of(k), *strides_of(v))
         args += (*counts[:2], shape.nheads, shape.nheads_k, *blocks, shape.seqlen_q, shape.seqlen_k)
-        self.launcher.start(chunk_amax, (sum(counts),), args, common | self._lanes() | {"CHUNKS": chunks})
+        self.launcher.start(chunk_amax, (sum(counts),), args, common | {"CHUNKS": chunks})
         return amax, {"CHUNKS_QK": chunks, "CHUNKS_V": chunks}
 
     def _channels(self, v, common) -> tuple[torch.Tensor, int]:
@@ -117,7 +117,7 @@ class Quantiser(NamedTuple):
         v_amax = self._empty(heads * chunks * shape.block_dv, like=v)
         args = (v, v_amax, self.cu_seqlens_k, *strides_of(v), shape.nheads_k, shape.blocks_k, shape.seqlen_k)
         constants = {n: c for n, c in common.items() if n not in ("HEAD_DIM", "BLOCK_D")} | {"CHUNKS_V": chunks}
-        self.launcher.start(channel_amax, (heads * chunks,), args, constants | self._lanes())
+        self.launcher.start(channel_amax, (heads * chunks,), args, constants)
         return v_amax, chunks
 
     def _statistics(self, q, k, common) -> tuple[tuple, dict]:
@@ -137,7 +137,7 @@ class Quantiser(NamedTuple):
         args += (counts[0], span, shape.nheads, shape.nheads_k, shape.blocks_q, shape.blocks_k)
         chunks = {"CHUNKS_Q": chunks_q, "CHUNKS_K": chunks_k}
         constants = {n: v for n, v in common.items() if n not in ("HEAD_DIM_V", "BLOCK_DV")} | chunks
-        constants |= {"SQUARES": recipe.equalise, "HADAMARD": recipe.hadamard} | self._lanes()
+        constants |= {"SQUARES": recipe.equalise, "HADAMARD": recipe.hadamard}
         self.launcher.start(column_sums, (sum(counts),), (*args, shape.seqlen_q, shape.seqlen_k), constants)
         return (*sums, rotation), chunks
 
@@ -187,8 +187,8 @@ class Quantiser(NamedTuple):
         common = {
             "VARLEN": shape.varlen, "HEAD_DIM": shape.head_dim, "HEAD_DIM_V": shape.head_dim_v,
             "BLOCK_D": shape.block_d, "BLOCK_DV": shape.block_dv, "QUANT_ROWS": QUANT_ROWS,
-            "num_stages": 1,
-        } | ahead(self.arch.overlaps and shape.short)  # fmt: skip
+            "num_stages": 1, **self._lanes(), **ahead(self.arch, shape),
+        }  # fmt: skip
         amax, amax_chunks = self._magnitudes(q, k, v, qk, by, common)
         sums, sums_chunks = self._statistics(q, k, common)
         batch = 1 if shape.varlen else shape.batch

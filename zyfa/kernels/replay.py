@@ -18,14 +18,6 @@ _knobs = triton.knobs.runtime
 ALIGN = 256  # bytes between the parts of a workspace, as torch's allocator aligns: specialisations still hold
 
 
-def ahead(overlaps: bool) -> dict:
-    """Constants of a launch whose programs may start while the launch before ends (rows.take_over).
-
-    Programmatic dependent launch of CUDA (compute capability 9.0 and up); a driver without it starts them afterwards.
-    """
-    return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
-
-
 class Compiler:
     """Starts nothing: compiles for the target of Triton's active driver."""
 
