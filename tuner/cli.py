@@ -121,7 +121,7 @@ class Options:
     "--workload",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON lines of real calls instead of a grid: batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, "
-    "causal, count.",
+    "causal, count; half: their half octave alone.",
 )
 @click.option("--dtypes", type=Parsed("list", parse_dtypes), default="bf16,fp8", help="Some of bf16, fp16, fp8.")
 @click.option(
